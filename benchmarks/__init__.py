@@ -1,0 +1,1 @@
+"""The memory and runtime benchmarks: python -m benchmarks."""

@@ -1,0 +1,85 @@
+"""How everything is measured: interleaved, in one process, medians, ratios."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import quantiles
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call: the median and the 20th and 80th percentile."""
+
+    p20: float
+    p50: float
+    p80: float
+
+
+def time_interleaved(
+    functions: Sequence[Callable[[], object]],
+    repeats: int,
+    warmup: int = 3,
+    progress: Callable[[], object] = lambda: None,
+) -> list[Timing]:
+    """Times the functions in turn, call by call, so that whatever else the machine does falls on all alike."""
+    for function in functions:
+        for _ in range(warmup):
+            function()
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(repeats):
+        for seconds, function in zip(times, functions, strict=True):
+            start = time.perf_counter()
+            function()
+            seconds.append(time.perf_counter() - start)
+        progress()
+    return [_timing(seconds) for seconds in times]
+
+
+def _timing(seconds: list[float]) -> Timing:
+    cuts = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9
+    return Timing(cuts[1], cuts[4], cuts[7])
+
+
+def peak_memory(function: Callable[[], object]) -> int:
+    """Bytes allocated at the peak of one call beyond what was there before it, from the profiler's allocation events."""
+    function()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    events = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for _, nbytes in sorted(events, key=lambda event: event[0]):
+        held += nbytes
+        peak = max(peak, held)
+    return peak
+
+
+class _OpCounter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        return func(*args, **(kwargs or {}))
+
+
+def count_ops(function: Callable[[], object]) -> int:
+    """Torch ops that one call dispatches, forward and backward; views, which compute nothing, are not counted."""
+    with _OpCounter() as counter:
+        function()
+    return counter.count
+
+
+def set_threads(threads: int | None) -> int:
+    """Sets torch's thread count if one is given; returns the one in force."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()

@@ -1,0 +1,31 @@
+"""Fused kernels for MAGEP neural functional networks behind a drop-in nn.Module API."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from magep_fast.convert import from_modules, to_modules
+from magep_fast.layers import Activation, MagepEquivariant, MagepInvariant, MonomialEquivariant, check_activation
+from magep_fast.ops.backends import available_backends, use_backend
+from magep_fast.spaces import WeightFeatures, WeightSpace
+from magep_fast.symmetry import GroupElement
+from magep_fast.terms import ABLATION
+
+try:
+    __version__ = version("magep-fast")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "ABLATION",
+    "Activation",
+    "GroupElement",
+    "MagepEquivariant",
+    "MagepInvariant",
+    "MonomialEquivariant",
+    "WeightFeatures",
+    "WeightSpace",
+    "available_backends",
+    "check_activation",
+    "from_modules",
+    "to_modules",
+    "use_backend",
+]
