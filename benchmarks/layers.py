@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from rich.console import Console
@@ -28,7 +29,7 @@ class Shape:
         """Networks at the scale of their own initialisation: weights of variance 1/n_(i-1), biases of variance 1."""
         size, widths = (self.batch_size, self.channels), self.widths
         features = WeightFeatures(
-            (torch.randn(*size, n, m, dtype=dtype) * m**-0.5 for m, n in zip(widths, widths[1:], strict=False)),
+            (torch.randn(*size, n, m, dtype=dtype) * m**-0.5 for m, n in pairwise(widths)),
             (torch.randn(*size, n, dtype=dtype) for n in widths[1:]),
         )
         return features.map(lambda x: x.requires_grad_(requires_grad))
@@ -68,7 +69,10 @@ def training_pass(layer: torch.nn.Module, features: WeightFeatures, backend: str
 def disagreement(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """The largest error of any output or gradient, relative to the largest entry of that tensor."""
     return max(
-        (float(((x - y).abs().max() / y.abs().max().clamp_min(1e-30)).detach()) for x, y in zip(found, expected, strict=True)),
+        (
+            float(((x - y).abs().max() / y.abs().max().clamp_min(1e-30)).detach())
+            for x, y in zip(found, expected, strict=True)
+        ),
         default=0.0,
     )
 
@@ -78,7 +82,9 @@ def run(arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
     threads = set_threads(arguments.threads)
     backends = ["reference", *(name for name in available_backends() if name != "reference")]
-    table = Table(title=f"One layer, forward + backward, float32, {threads} threads, {arguments.repeats} interleaved repeats")
+    table = Table(
+        title=f"One layer, forward + backward, float32, {threads} threads, {arguments.repeats} interleaved repeats"
+    )
     for column in ("layer", "shape", "backend"):
         table.add_column(column)
     for column in ("median ms", "p20–p80", "speed-up", "peak MB", "memory", "ops"):

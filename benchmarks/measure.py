@@ -48,11 +48,11 @@ def _timing(seconds: list[float]) -> Timing:
 
 
 def peak_memory(function: Callable[[], object]) -> int:
-    """Bytes allocated at the peak of one call beyond what was there before it, from the profiler's allocation events."""
+    """Bytes held at the peak of one call beyond those held before it, from the profiler's allocation events."""
     function()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    results = profiler.profiler.kineto_results
     events = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
     held = peak = 0
     for _, nbytes in sorted(events, key=lambda event: event[0]):

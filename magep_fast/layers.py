@@ -122,8 +122,8 @@ class MagepEquivariant(_PolynomialLayer):
     def coefficient(self, term: str, layer: int, output: Literal["weight", "bias"] = "weight") -> Tensor:
         """The paper's coefficient of a term in the weights or the bias of a layer, 1 … L: a view `[e, d, …]`.
 
-        Its axes are those of the einsum in `table.output(…).terms`; e.g. `[e, d]` for any weight term of a middle layer,
-        `[e, d, i − 1]`, one per t, for "Wb" in the bias of layer i.
+        Its axes are those of the einsum in the table of terms: `[e, d]` for any weight term of a middle layer,
+        `[e, d, i − 1]`, one per t, for "Wb" in the bias of a hidden layer i, and so on.
         """
         return self._coefficient(self.table.output_index(f"{output}_{layer}"), term)
 

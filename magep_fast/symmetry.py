@@ -18,8 +18,8 @@ KINDS: tuple[Kind, ...] = ("positive", "sign", "permutation")
 class GroupElement:
     """g = (g_1, …, g_(L-1)), a monomial matrix g_i = D_i P_i for each hidden layer; the identity on n_0 and n_L.
 
-    Acts as `W_i -> g_i W_i g_(i-1)^-1`, `b_i -> g_i b_i`. A network with an activation that commutes with g computes the
-    same function before and after: positive scales for ReLU, signs for tanh and sin.
+    Acts as `W_i -> g_i W_i g_(i-1)^-1`, `b_i -> g_i b_i`. A network with an activation that commutes with g computes
+    the same function before and after: positive scales for ReLU, signs for tanh and sin.
 
     Args:
         sources: for each hidden layer the neuron that lands in place j, `[n_i]`, or `[B, n_i]` for one element per
@@ -104,9 +104,7 @@ class GroupElement:
     def compose(self, other: GroupElement) -> GroupElement:
         """g h, so that `(g @ h) @ features == g @ (h @ features)`."""
         if len(self.sources) != len(other.sources):
-            raise ValueError(
-                f"cannot compose elements of {len(self.sources)} and {len(other.sources)} hidden layers"
-            )
+            raise ValueError(f"cannot compose elements of {len(self.sources)} and {len(other.sources)} hidden layers")
         sources, scales = [], []
         for g_source, g_scale, h_source, h_scale in zip(
             self.sources, self.scales, other.sources, other.scales, strict=True

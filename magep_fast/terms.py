@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from math import prod
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from magep_fast.spaces import WeightSpace
@@ -121,9 +122,8 @@ class Output:
         """The views of the matrix that are the paper's coefficients, each with its axes in the equation's order."""
         views = {}
         for term, block in zip(self.terms, matrix.split(self.column_sizes, dim=1), strict=True):
-            stored = term.rows + term.columns
-            view = block.reshape([term.size(c) for c in stored])
-            views[term.name] = view.permute([stored.index(c) for c in term.letters])
+            pattern = f"({' '.join(term.rows)}) ({' '.join(term.columns)}) -> {' '.join(term.letters)}"
+            views[term.name] = rearrange(block, pattern, **dict(zip(term.letters, term.sizes, strict=True)))
         return views
 
     def coefficient(self, matrix: Tensor, name: str) -> Tensor:
@@ -182,7 +182,7 @@ class Table:
         return names.index(name)
 
 
-@lru_cache(maxsize=None)
+@cache
 def equivariant_table(
     space: WeightSpace, out_taps: tuple[int, ...], in_channels: int, out_channels: int, terms: frozenset[str]
 ) -> Table:
@@ -200,7 +200,7 @@ def equivariant_table(
     return Table(space, out_taps, in_channels, out_channels, terms, tuple(outputs), _pairs(outputs, L))
 
 
-@lru_cache(maxsize=None)
+@cache
 def invariant_table(space: WeightSpace, in_channels: int, out_features: int, terms: frozenset[str]) -> Table:
     """The one output, "invariant", of I(U)."""
     L, n_0, n_L = space.num_layers, space.n_in, space.n_out
@@ -262,7 +262,7 @@ def _output(name: str, rows: list[_Row], terms: frozenset[str], sizes: dict[str,
         extent = sizes | {"d": sizes["d"] * f_in} if term == "W" else sizes
         coefficient = equation.partition("->")[0].partition(",")[0]
         candidate = Term(term, equation, source, tuple(extent[c] for c in coefficient), fan)
-        if term in terms and prod(candidate.sizes):
+        if term in terms and min(candidate.sizes) > 0:
             chosen.append(candidate)
         num_rows = candidate.size(candidate.rows)
     return Output(name, tuple(chosen), num_rows)
@@ -294,8 +294,9 @@ def initialise(table: Table, matrices: Iterable[Tensor], psi: Tensor | None, ini
     """Fills coefficients and connections in place.
 
     "unit": features whose weights have variance 1/(n_(i-1)·taps_i) and whose biases have variance 1, as networks have
-    at their own initialisation, are mapped to features of the same kind, whatever L and the widths: under that scale [W]^(s,t), [WW] and [bW] have variance 1/n_t, [Wb] and
-    the traces (with Ψ, ψ of variance 1/n_L) variance 1, and each of an output's T terms is given a T-th of the variance.
+    at their own initialisation, are mapped to features of the same kind, whatever L and the widths. Under that scale
+    [W]^(s,t), [WW] and [bW] have variance 1/n_t, [Wb] and the traces variance 1 (with Ψ, ψ of variance 1/n_L), and
+    each of an output's T terms is given a T-th of the variance.
 
     "xavier_normal": as the authors do it, variance 2 / (fan_in + fan_out) of the coefficient seen as `[e, d, …]`.
     """

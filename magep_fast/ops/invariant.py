@@ -25,6 +25,8 @@ def invariant(
     dtype = autocast_dtype(features)
     if dtype is not None:
         with torch.autocast(features.device.type, enabled=False):
-            return invariant(table, features.to(dtype), matrix.to(dtype), None if psi is None else psi.to(dtype), backend)
+            return invariant(
+                table, features.to(dtype), matrix.to(dtype), None if psi is None else psi.to(dtype), backend
+            )
     chosen = choose_backend(backend, features.device, features.dtype)
     return chosen.invariant(table, features.weights, features.biases, matrix, psi)

@@ -1,0 +1,46 @@
+# make test, make tables: on a fresh machine each creates .venv, installs and builds first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+NATIVE := CMakeLists.txt setup.py pyproject.toml $(shell find csrc -type f)
+
+.PHONY: install test tables lint format wheel clean
+
+install: $(STAMP)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch is pinned first: a plain requirement for torch would fetch gigabytes of CUDA libraries.
+$(VENV)/.requirements: pyproject.toml | $(BIN)/python
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet "setuptools>=77" "pybind11>=2.13" "cmake>=3.24" ninja wheel build
+	touch $@
+
+$(STAMP): $(NATIVE) $(VENV)/.requirements
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable ".[test,bench,dev]"
+	touch $@
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+tables: $(STAMP)
+	$(BIN)/python -m benchmarks layers
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
+
+wheel: $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m build --wheel --no-isolation --outdir dist .
+
+clean:
+	rm -rf build dist *.egg-info magep_fast/*.so

@@ -1,0 +1,57 @@
+"""python -m magep_fast.info: what is built, what will run, and why not."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+import magep_fast
+from magep_fast.ops.backends import ENVIRONMENT_VARIABLE, backends, choose_backend
+from magep_fast.ops.library import missing_library, native_module
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def report() -> str:
+    """The report as text."""
+    native = native_module()
+    lines = [
+        f"magep-fast    {magep_fast.__version__}",
+        f"python        {platform.python_version()} on {platform.platform()}",
+        f"torch         {torch.__version__}, {torch.get_num_threads()} threads",
+        f"triton        {_version('triton')}",
+        f"GPU           {torch.cuda.get_device_name() if torch.cuda.is_available() else 'none visible to torch'}",
+    ]
+    if native is None:
+        lines.append("native build  none")
+    else:
+        lines.append(f"native build  {native.version}, {native.build_type}, {native.compiler}")
+        lines.append(f"              built against torch {native.torch_version}, for torch >= 2.10")
+        features = native.cpu_features()
+        lines.append(
+            f"CPU features  {', '.join(name for name, present in features.items() if present) or 'none known'}"
+        )
+    reason = missing_library()
+    lines.append(f"native ops    {'loaded' if reason is None else 'missing: ' + reason}")
+    lines.append("backends")
+    for backend in backends():
+        missing = backend.missing()
+        lines.append(f"  {backend.name:<11} {'available' if missing is None else 'missing: ' + missing}")
+    variable = os.environ.get(ENVIRONMENT_VARIABLE)
+    lines.append(f"{ENVIRONMENT_VARIABLE} is {variable or 'not set'}")
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        choice = choose_backend("auto", torch.device("cpu"), dtype).name
+        lines.append(f"auto on cpu, {str(dtype).removeprefix('torch.'):<9} {choice}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(report())

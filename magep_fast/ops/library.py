@@ -1,0 +1,36 @@
+"""The native libraries: loaded once, and the reason why if they cannot be."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+_OPS = Path(__file__).resolve().parent.parent / "libmagep_fast_ops.so"
+
+
+@cache
+def missing_library() -> str | None:
+    """Loads the torch operators; None, or why that failed."""
+    if not _OPS.exists():
+        return (
+            "this installation has no native library: it was built without a C++ compiler or with "
+            "MAGEP_FAST_NO_NATIVE=1; run pip install again with a compiler"
+        )
+    try:
+        torch.ops.load_library(_OPS)
+    except OSError as error:
+        return f"{_OPS.name} does not load with torch {torch.__version__}: {error}"
+    return None
+
+
+@cache
+def native_module() -> ModuleType | None:
+    """The module of build and CPU facts, or None."""
+    try:
+        return importlib.import_module("magep_fast._native")
+    except ImportError:
+        return None

@@ -1,0 +1,1 @@
+"""Triton kernels, one file per operation; installed as magep_fast.triton_kernels."""
