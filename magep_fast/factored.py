@@ -1,7 +1,7 @@
 """The same layers in plain torch ops after the algebra that makes them cheap: the portable backend `torch`.
 
-Per network and channel, with P_i = [W]^(i,0), v_(i,t) = [Wb]^(i,t)(t), A_i = [P_i | v_(i,1) … v_(i,i-1)] the prefix chain,
-S_t = [W]^(L,t) the suffix chain and [G; g]_(s,t) = [Ψ; ψ]^(s,t) S_t:
+Per network and channel, with P_i = [W]^(i,0) and v_(i,t) = [Wb]^(i,t)(t), A_i = [P_i | v_(i,1) … v_(i,i-1)] the prefix
+chain, S_t = [W]^(L,t) the suffix chain and [G; g]_(s,t) = [Ψ; ψ]^(s,t) S_t:
 
     [WW]^(s,0)(L,t) = P_s G_(s,t)      [bW]^(s)(L,t) = b_s g_(s,t)
     Σ_p [WW]_pp     = ⟨Ψᵀ, S_0⟩        Σ_p [bW]_pp   = ψ · v_(L,s)
