@@ -39,12 +39,14 @@ def to_modules(features: WeightFeatures, modules: nn.Module | Sequence[nn.Module
     networks = [modules] if isinstance(modules, nn.Module) else list(modules)
     if len(networks) != features.batch_size:
         raise ValueError(f"{features.batch_size} networks of features cannot be written into {len(networks)} modules")
-    for number, network in enumerate(networks):
+    for number, network in enumerate(networks):  # all is checked before anything is written
         features.check(WeightSpace.of(network), channels=1)
-        with torch.no_grad():
-            for (name, layer), w, b in zip(chained_layers(network), features.weights, features.biases, strict=True):
+        for (name, layer), b in zip(chained_layers(network), features.biases, strict=True):
+            if layer.bias is None and b[number].any():
+                raise ValueError(f"layer '{name}' has no bias but the features of network {number} have one")
+    with torch.no_grad():
+        for number, network in enumerate(networks):
+            for (_, layer), w, b in zip(chained_layers(network), features.weights, features.biases, strict=True):
                 layer.weight.copy_(w[number].permute(1, 2, 0).reshape(layer.weight.shape))
                 if layer.bias is not None:
                     layer.bias.copy_(b[number, 0])
-                elif b[number].any():
-                    raise ValueError(f"layer '{name}' has no bias but the features of network {number} have one")

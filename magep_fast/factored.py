@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from magep_fast.terms import LINEAR, Output, Table
@@ -57,7 +58,7 @@ class Factors:
         if psi is not None:
             num_input = sum(t == 0 for _, t in table.pairs)
             num_traces = sum(s == t for s, t in table.pairs)
-            to_input, to_neighbour, self.psi_traces = psi.split(
+            to_input, to_neighbour, self.psi_traces = rearrange(psi, "pair q p d -> pair d q p").split(
                 [num_input, len(table.pairs) - num_input - num_traces, num_traces]
             )
             self.psi = dict(zip(table.pairs[num_input:], to_neighbour.unbind(0), strict=False))
@@ -91,7 +92,7 @@ class Factors:
                 data = self.v[i].mT
             else:
                 data = self.b[i].unsqueeze(-2)
-            columns.append(data.flatten(1, 2))
+            columns.append(rearrange(data, "b d q j -> b (q d) j"))
         return torch.cat(columns, dim=1)
 
     def weight_part(self, name: str, i: int) -> Tensor:
@@ -122,7 +123,7 @@ class Factors:
                 data = torch.einsum("sdp,bdps->bds", self._split_psi(self.psi_traces)[1].squeeze(2), self.v[L])
             else:
                 data = self.b[L].new_ones(self.b[L].shape[0], 1)
-            features.append(data.flatten(1))
+            features.append(rearrange(data, "b d ... -> b (... d)"))
         return torch.cat(features, dim=1)
 
 
@@ -154,11 +155,13 @@ def equivariant(
 
         if not weight_output.terms:
             weight = b.new_zeros(batch, channels, *w.shape[2:])
-        elif 1 == i < L:  # rows (e, k), columns (d, q), data [columns, j]
+        elif 1 == i < L:  # rows (e, k), columns (q, d), data [columns, j]
             columns = factors.hidden_columns(weight_output, i)
             weight = torch.bmm(weight_matrix.expand(batch, -1, -1), columns).unflatten(1, (channels, -1)).mT
-        elif i == L:  # rows (e, j), columns (d, p), data [columns, k]
-            parts = [factors.weight_part(term.name, i).flatten(1, 2) for term in weight_output.terms]
+        elif i == L:  # rows (e, j), columns (p, d), data [columns, k]
+            parts = [
+                rearrange(factors.weight_part(term.name, i), "b d p k -> b (p d) k") for term in weight_output.terms
+            ]
             weight = mix(weight_output, weight_matrix, parts).unflatten(1, (channels, n))
         else:  # rows e, columns d, data [columns, (j, k)]
             parts = [factors.weight_part(term.name, i).flatten(2) for term in weight_output.terms]

@@ -200,6 +200,8 @@ class WeightFeatures:
     def cat(features: Iterable[WeightFeatures]) -> WeightFeatures:
         """One batch out of several of the same space."""
         batches = list(features)
+        if not batches:
+            raise ValueError("cat needs at least one batch of features")
         return WeightFeatures(
             (torch.cat(layer) for layer in zip(*(f.weights for f in batches), strict=True)),
             (torch.cat(layer) for layer in zip(*(f.biases for f in batches), strict=True)),
@@ -250,9 +252,10 @@ class WeightFeatures:
                 f"found {len(self.weights)} weights and {len(self.biases)} biases"
             )
         for i, (w, b) in enumerate(zip(self.weights, self.biases, strict=True), start=1):
+            # Biases first: batch, channels, dtype and device are read off those of layer 1.
             for what, x, rank, form in (
-                ("weights", w, 4, f"[batch, channels·taps, n_{i}, n_{i - 1}]"),
                 ("biases", b, 3, f"[batch, channels, n_{i}]"),
+                ("weights", w, 4, f"[batch, channels·taps, n_{i}, n_{i - 1}]"),
             ):
                 if not isinstance(x, Tensor):
                     raise TypeError(f"layer {i}: {what} must be a tensor {form}; found {type(x).__name__}")

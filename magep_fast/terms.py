@@ -91,10 +91,10 @@ class Term:
 
     @cached_property
     def columns(self) -> str:
-        return "".join(c for c in self.letters if c not in self.rows)
+        return "".join(c for c in self.letters if c not in self.rows and c != "d") + "d" * ("d" in self.letters)
 
     def size(self, letters: str) -> int:
-        return prod(self.sizes[self.letters.index(c)] for c in letters)
+        return prod([self.sizes[self.letters.index(c)] for c in letters])
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,9 @@ class Output:
     """One output of a layer and the matrix its coefficients are stored in.
 
     The matrix is `[rows, columns]`: rows run over e and the output's own free index, columns over the terms one after
-    the other and within a term over d and what is summed. So the output is one product of this matrix with stacked
-    data, and each paper coefficient is a view of a block of columns.
+    the other, in the order of NAMES, and within a term over what is summed, channels innermost. So the output is one
+    product of this matrix with stacked data, each paper coefficient is a view of a block of columns, and the small
+    algebra between coefficients and connections runs along contiguous channels.
     """
 
     name: str
@@ -138,7 +139,7 @@ class Output:
 class Table:
     """All outputs of a layer and its connection matrices.
 
-    Ψ and ψ are stored together, `[pairs, d, rows, n_L]`, one pair (s, t) after the other: Ψ in the first n_0 rows where
+    Ψ and ψ are stored together, `[pairs, rows, n_L, d]`, one pair (s, t) after the other: Ψ in the first n_0 rows where
     a [WW] term is present, ψ in the last row where a [bW] term is. One product `[Ψ; ψ] S_t` then serves both.
     """
 
@@ -161,12 +162,12 @@ class Table:
     @property
     def psi_shape(self) -> tuple[int, int, int, int]:
         rows = self.space.n_in * self.has_WW + self.has_bW
-        return len(self.pairs), self.in_channels, rows, self.space.n_out
+        return len(self.pairs), rows, self.space.n_out, self.in_channels
 
     def connections(self, psi: Tensor) -> dict[tuple[str, int, int], Tensor]:
         """Views of the stored tensor: Ψ^(s,t) `[d, n_0, n_L]` at ("WW", s, t), ψ^(s,t) `[d, n_L]` at ("bW", s, t)."""
         views = {}
-        for (s, t), stored in zip(self.pairs, psi.unbind(0), strict=True):
+        for (s, t), stored in zip(self.pairs, rearrange(psi, "pair q p d -> pair d q p").unbind(0), strict=True):
             big, small = stored.split([self.space.n_in * self.has_WW, int(self.has_bW)], dim=1)
             if self.has_WW:
                 views["WW", s, t] = big
@@ -296,7 +297,8 @@ def initialise(table: Table, matrices: Iterable[Tensor], psi: Tensor | None, ini
     "unit": features whose weights have variance 1/(n_(i-1)·taps_i) and whose biases have variance 1, as networks have
     at their own initialisation, are mapped to features of the same kind, whatever L and the widths. Under that scale
     [W]^(s,t), [WW] and [bW] have variance 1/n_t, [Wb] and the traces variance 1 (with Ψ, ψ of variance 1/n_L), and
-    each of an output's T terms is given a T-th of the variance.
+    each term of an output is given its share of the variance. [WW] and [bW] get 1/L² of what the others get: they repeat
+    the product S_0 in every layer, so with equal shares the powers of S_0 outgrow the rest once layers are stacked.
 
     "xavier_normal": as the authors do it, variance 2 / (fan_in + fan_out) of the coefficient seen as `[e, d, …]`.
     """
@@ -304,16 +306,20 @@ def initialise(table: Table, matrices: Iterable[Tensor], psi: Tensor | None, ini
         raise ValueError(f"init must be one of {INITS}; found {init!r}")
     with torch.no_grad():
         for output, matrix in zip(table.outputs, matrices, strict=True):
-            num_terms = sum(term.name != "1" for term in output.terms)
+            shares = {term.name: _share(term, table.space.num_layers) for term in output.terms}
             for term, view in zip(output.terms, output.coefficients(matrix).values(), strict=True):
                 if term.name == "1":
                     view.zero_()
                 elif init == "unit":
-                    view.normal_(0, (num_terms * table.in_channels * term.fan) ** -0.5)
+                    view.normal_(0, (shares[term.name] / sum(shares.values()) / (table.in_channels * term.fan)) ** 0.5)
                 else:
                     view.normal_(0, _xavier_deviation(view))
         for view in table.connections(psi).values() if psi is not None else ():
             view.normal_(0, table.space.n_out**-0.5 if init == "unit" else _xavier_deviation(view))
+
+
+def _share(term: Term, L: int) -> float:
+    return {"WW": L**-2, "bW": L**-2, "1": 0.0}.get(term.name, 1.0)
 
 
 def _xavier_deviation(x: Tensor) -> float:

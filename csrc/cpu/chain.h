@@ -1,0 +1,250 @@
+// The two chains of one network and channel, and their reverse.
+//   A_1 = W_1, A_i = W_i [A_(i-1) | b_(i-1)]      S_(L-1) = W_L, S_t = S_(t+1) W_(t+1)
+#pragma once
+
+#include <vector>
+
+#include "gemm.h"
+#include "lanes.h"
+#include "layout.h"
+#include "storage.h"
+
+namespace magep {
+namespace MAGEP_ISA {
+
+// Memory of one thread, kept between calls: taking a slice costs nothing, growing happens before the work starts.
+template <typename T>
+class Scratch {
+ public:
+  // A buffer for this thread of at least `count` numbers, valid until the next call of `begin`.
+  static Scratch begin(int64_t count) {
+    thread_local std::vector<T> memory;
+    if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
+    return Scratch(memory.data(), count);
+  }
+  T* take(int64_t count) {
+    T* slice = next_;
+    next_ += (count + 15) / 16 * 16;
+    return slice;
+  }
+  Scratch mark() const { return *this; }
+
+ private:
+  Scratch(T* memory, int64_t) : next_(memory) {}
+  T* next_;
+};
+
+template <typename S, typename T>
+struct Network {
+  const Shape& s;
+  const Layout& at;
+  const S* const* W;  // [B, d, n_i, n_(i-1)], at i - 1
+  const S* const* b;  // [B, d, n_i]
+  const T* psi;       // [pairs, n_0 + 1, n_L, d]
+
+  const S* weight(int64_t i, int64_t net, int64_t channel) const {
+    return W[i - 1] + (net * s.d + channel) * s.n[i] * s.n[i - 1];
+  }
+  const S* bias(int64_t i, int64_t net, int64_t channel) const { return b[i - 1] + (net * s.d + channel) * s.n[i]; }
+  const T* connection(int64_t pair) const { return psi + pair * (s.n_0() + 1) * s.n_L() * s.d; }
+  // Psi_(pair) of one channel as an operand (q, p), and its transpose (p, q); row n_0 is psi.
+  Operand<T> psi_qp(int64_t pair, int64_t channel) const {
+    return {connection(pair) + channel, s.n_L() * s.d, s.d};
+  }
+  Operand<T> psi_pq(int64_t pair, int64_t channel) const {
+    return {connection(pair) + channel, s.d, s.n_L() * s.d};
+  }
+};
+
+// W_i of one network and channel in the type of computation: where it lies, or converted into `space`.
+template <typename S, typename T>
+inline const T* weight_as(const Network<S, T>& x, int64_t i, int64_t net, int64_t channel, T* space) {
+  const S* w = x.weight(i, net, channel);
+  if constexpr (std::is_same_v<S, T>) {
+    (void)space;
+    return w;
+  } else {
+    load_row(w, x.s.n[i] * x.s.n[i - 1], space);
+    return space;
+  }
+}
+
+template <typename S, typename T>
+int64_t largest_matrix(const Shape& s) {
+  if (std::is_same_v<S, T>) return 0;
+  int64_t size = 0;
+  for (int64_t i = 1; i <= s.L(); ++i) size = std::max(size, s.n[i] * s.n[i - 1]);
+  return size;
+}
+
+inline int64_t widest(const Shape& s) { return *std::max_element(s.n.begin(), s.n.end()); }
+
+template <typename S, typename T>
+int64_t chain_scratch(const Shape& s) {
+  return 2 * (s.columns(s.L()) + 8) * widest(s) + 4 * (s.n_L() + s.n_0() + 8) * (widest(s) + 8) +
+         largest_matrix<S, T>(s) + 256;
+}
+
+// Fills A (and with `suffix` S, R, U) of one network and channel.
+template <typename S, typename T>
+void chain_forward(const Network<S, T>& x, int64_t net, int64_t channel, bool suffix, T* saved, Scratch<T> scratch) {
+  const Shape& s = x.s;
+  const Layout& at = x.at;
+  const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L();
+  T* space = scratch.take(largest_matrix<S, T>(s));
+  const int64_t ld = s.columns(L);
+  T* current = scratch.take(ld * widest(s));
+  T* next = scratch.take(ld * widest(s));
+  for (int64_t i = 1; i <= L; ++i) {
+    const int64_t c = s.columns(i);
+    if (i == 1) {
+      const S* w = x.weight(1, net, channel);
+      for (int64_t j = 0; j < s.n[1]; ++j) load_row(w + j * n_0, n_0, next + j * ld);
+    } else {
+      const T* w = weight_as(x, i, net, channel, space);
+      gemm<T>(s.n[i], c - 1, s.n[i - 1], {w, s.n[i - 1], 1}, current, ld, next, ld, false);
+    }
+    const S* bias = x.bias(i, net, channel);
+    for (int64_t j = 0; j < s.n[i]; ++j) next[j * ld + c - 1] = load_one<S, T>(bias[j]);
+    const Section& a = at.A[i];
+    transpose<T>(s.n[i], c, next, ld, saved + a.offset + channel * a.channel_stride, a.row_stride);
+    std::swap(current, next);
+  }
+  T* PL = saved + at.PL;
+  for (int64_t p = 0; p < n_L; ++p)
+    for (int64_t q = 0; q < n_0; ++q) PL[(p * n_0 + q) * s.d + channel] = current[p * ld + q];
+  if (!suffix) return;
+
+  const auto part = [&](const Section& section) { return saved + section.offset + channel * section.channel_stride; };
+  for (int64_t t = L - 1; t >= 1; --t) {
+    const Section& to = at.S[t];
+    if (t == L - 1) {
+      const S* w = x.weight(L, net, channel);
+      for (int64_t p = 0; p < n_L; ++p) load_row(w + p * s.n[t], s.n[t], part(to) + p * to.row_stride);
+    } else {
+      const Section& from = at.S[t + 1];
+      const T* w = weight_as(x, t + 1, net, channel, space);
+      gemm<T>(n_L, s.n[t], s.n[t + 1], {part(from), from.row_stride, 1}, w, s.n[t], part(to), to.row_stride, false);
+    }
+  }
+  for (int64_t i = 2; i <= L; ++i) {
+    const Section &right = at.R[i], &left = at.U[i], &S_t = at.S[i - 1], &a = at.A[i];
+    const int64_t pair = s.pair_to_neighbour(i);
+    const Operand<T> psi = x.psi_qp(pair, channel);
+    // All of [Psi; psi] S, or only its last row.
+    const int64_t skip = n_0 + 1 - right.rows;
+    gemm<T>(right.rows, s.n[i - 1], n_L, {psi.data + skip * psi.row_stride, psi.row_stride, psi.column_stride},
+            part(S_t), S_t.row_stride, part(right), right.row_stride, false);
+    if (left.rows > 0)
+      gemm<T>(n_L, s.n[i], n_0, x.psi_pq(pair, channel), part(a), a.row_stride, part(left), left.row_stride, false);
+  }
+}
+
+// Adds the gradients that reach the weights through the chains. `grad` holds the gradients of everything in `saved`;
+// W_bar[i - 1] those of the weights of all layers but the first, so far, with `fresh` saying that nothing is there yet.
+template <typename S, typename T>
+void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool suffix, const T* saved, T* grad,
+                    T* psi_bar, S* const* W_bar, S* const* b_bar, bool fresh, Scratch<T> scratch) {
+  const Shape& s = x.s;
+  const Layout& at = x.at;
+  const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L(), d = s.d;
+  const auto part = [&](const Section& section) { return saved + section.offset + channel * section.channel_stride; };
+  const auto grad_part = [&](const Section& section) {
+    return grad + section.offset + channel * section.channel_stride;
+  };
+  T* space = scratch.take(largest_matrix<S, T>(s));
+  T* transposed = scratch.take((n_L + n_0 + 8) * (widest(s) + 8));
+  T* product = scratch.take((n_L + n_0 + 8) * (widest(s) + 8));
+
+  if (suffix) {
+    for (int64_t i = 2; i <= L; ++i) {
+      const Section &right = at.R[i], &left = at.U[i], &S_t = at.S[i - 1], &a = at.A[i];
+      const int64_t pair = s.pair_to_neighbour(i), skip = n_0 + 1 - right.rows;
+      const Operand<T> psi = x.psi_qp(pair, channel);
+      const T* R_bar = grad_part(right);
+      T* pair_bar = psi_bar + pair * (n_0 + 1) * n_L * d + channel;
+      // S_bar += [Psi; psi]^T R_bar
+      gemm<T>(n_L, s.n[i - 1], right.rows,
+              {psi.data + skip * psi.row_stride, psi.column_stride, psi.row_stride}, R_bar, right.row_stride,
+              grad_part(S_t), S_t.row_stride, true);
+      // [Psi; psi]_bar += R_bar S^T
+      transpose<T>(n_L, s.n[i - 1], part(S_t), S_t.row_stride, transposed, n_L);
+      gemm<T>(right.rows, n_L, s.n[i - 1], {R_bar, right.row_stride, 1}, transposed, n_L, product, n_L, false);
+      for (int64_t q = 0; q < right.rows; ++q)
+        for (int64_t p = 0; p < n_L; ++p) pair_bar[((q + skip) * n_L + p) * d] += product[q * n_L + p];
+      if (left.rows > 0) {
+        // U^T = Psi^T P^T: P_bar^T += Psi U_bar^T, Psi_bar += P^T U_bar
+        const T* U_bar = grad_part(left);
+        gemm<T>(n_0, s.n[i], n_L, psi, U_bar, left.row_stride, grad_part(a), a.row_stride, true);
+        transpose<T>(n_L, s.n[i], U_bar, left.row_stride, transposed, n_L);
+        gemm<T>(n_0, n_L, s.n[i], {part(a), a.row_stride, 1}, transposed, n_L, product, n_L, false);
+        for (int64_t q = 0; q < n_0; ++q)
+          for (int64_t p = 0; p < n_L; ++p) pair_bar[(q * n_L + p) * d] += product[q * n_L + p];
+      }
+    }
+    // S_bar_(t+1) += S_bar_t W_(t+1)^T
+    for (int64_t t = 1; t + 1 < L; ++t) {
+      const Section &from = at.S[t], &to = at.S[t + 1];
+      const T* w = weight_as(x, t + 1, net, channel, space);
+      transpose<T>(n_L, s.n[t], grad_part(from), from.row_stride, transposed, n_L);
+      gemm<T>(s.n[t + 1], n_L, s.n[t], {w, s.n[t], 1}, transposed, n_L, product, n_L, false);
+      T* S_bar = grad_part(to);
+      for (int64_t p = 0; p < n_L; ++p)
+        for (int64_t j = 0; j < s.n[t + 1]; ++j) S_bar[p * to.row_stride + j] += product[j * n_L + p];
+    }
+  }
+
+  // P_L is kept channels innermost too; its gradient there joins that of A_L.
+  const Section& last = at.A[L];
+  const T* PL_bar = grad + at.PL;
+  for (int64_t p = 0; p < n_L; ++p)
+    for (int64_t q = 0; q < n_0; ++q)
+      grad_part(last)[q * last.row_stride + p] += PL_bar[(p * n_0 + q) * d + channel];
+
+  for (int64_t i = L; i >= 1; --i) {
+    const Section& a = at.A[i];
+    const T* A_bar = grad_part(a);
+    const int64_t c = s.columns(i), n = s.n[i], m = s.n[i - 1];
+    store_row(A_bar + (c - 1) * a.row_stride, n, b_bar[i - 1] + (net * d + channel) * n);
+    S* out = W_bar[i - 1] + (net * d + channel) * n * m;
+    if (i == 1) {
+      for (int64_t j = 0; j < n; ++j)
+        for (int64_t q = 0; q < n_0; ++q) store_one(A_bar[q * a.row_stride + j], out[j * n_0 + q]);
+      break;
+    }
+    const Section& before = at.A[i - 1];
+    {
+      const T* w = weight_as(x, i, net, channel, space);
+      gemm<T>(c - 1, m, n, {A_bar, a.row_stride, 1}, w, m, grad_part(before), before.row_stride, true);
+    }
+    // W_bar_i += A_bar_i [A_(i-1) | b_(i-1)]^T + S_i^T S_bar_(i-1), and S_bar_(L-1) itself for i = L.
+    T* sum;
+    bool accumulate = !fresh;
+    if constexpr (std::is_same_v<S, T>) {
+      sum = out;
+    } else {
+      sum = space;
+      if (accumulate) load_row(out, n * m, sum);
+    }
+    if (suffix && i == L) {
+      const Section& S_t = at.S[L - 1];
+      for (int64_t p = 0; p < n; ++p) std::memcpy(sum + p * m, grad_part(S_t) + p * S_t.row_stride, m * sizeof(T));
+      accumulate = true;
+    }
+    constexpr int64_t kRows = 48;
+    for (int64_t j = 0; j < n; j += kRows) {
+      const int64_t rows = std::min(kRows, n - j);
+      gemm<T>(rows, m, c - 1, {A_bar + j, 1, a.row_stride}, part(before), before.row_stride, sum + j * m, m,
+              accumulate);
+      if (suffix && i < L) {
+        const Section &S_i = at.S[i], &S_t = at.S[i - 1];
+        gemm<T>(rows, m, n_L, {part(S_i) + j, 1, S_i.row_stride}, grad_part(S_t), S_t.row_stride, sum + j * m, m,
+                true);
+      }
+    }
+    if constexpr (!std::is_same_v<S, T>) store_row(sum, n * m, out);
+  }
+}
+
+}  // namespace MAGEP_ISA
+}  // namespace magep

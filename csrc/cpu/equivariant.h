@@ -1,0 +1,471 @@
+// The equivariant layer of a batch of networks, forward and backward.
+#pragma once
+
+#include "readout.h"
+
+namespace magep {
+namespace MAGEP_ISA {
+
+// A tile of a middle layer's weights: `rows` rows of `columns` entries, flat in memory where whole rows are taken.
+struct Tile {
+  int64_t rows, columns;
+  Tile(const Shape& s, int64_t i, int64_t element_size) {
+    const int64_t n = s.n[i], m = s.n[i - 1];
+    // [W; WW; bW] of a tile, 3 d rows, in half of a small second-level cache.
+    const int64_t budget = std::max<int64_t>(64, (128 << 10) / (3 * s.d * element_size));
+    columns = m <= 64 ? m : 64;
+    rows = std::min(n, std::max<int64_t>(m <= 64 ? 1 : 2, std::min<int64_t>(budget, 512) / columns));
+  }
+  int64_t size() const { return rows * columns; }
+  // An odd number of cache lines between rows, so that columns do not fall into one cache set.
+  int64_t ld() const { return (size() + 31) / 32 * 32 + 16; }
+};
+
+template <typename S, typename T>
+struct EquivariantCall {
+  Network<S, T> x;
+  const T* const* matrices;  // weight_1, bias_1, ..., weight_L, bias_L
+  const Parallel& parallel;
+
+  const Shape& s() const { return x.s; }
+  const T* weight_matrix(int64_t i) const { return matrices[2 * i - 2]; }
+  const T* bias_matrix(int64_t i) const { return matrices[2 * i - 1]; }
+
+  int64_t scratch_size() const {
+    const Shape& s = x.s;
+    const int64_t n_0 = s.n_0(), n_L = s.n_L(), wide = widest(s) + 16, L = s.L();
+    const int64_t rows = s.e * (n_0 + 1);
+    const int64_t hidden = 2 * rows * s.d * s.columns(L) + s.d * s.columns(L) * wide + 2 * rows * wide +
+                           (n_0 + 1) * n_0 * s.d;
+    int64_t middle = 0;
+    for (int64_t i = 2; i < L; ++i) {
+      const Tile tile(s, i, sizeof(T));
+      middle = std::max(middle, (6 * s.d + 3 * s.e + 16) * tile.ld() + 2 * s.d * (s.rank() + 1) * wide);
+    }
+    const int64_t last = 2 * s.e * n_L * s.d * (n_0 + 1) + (n_L + n_0 + 1) * s.d * wide + 2 * s.e * n_L * wide +
+                         2 * s.readout_columns() + L * n_L * s.d;
+    return hidden + middle + last + chain_scratch<S, T>(s) + 1024;
+  }
+
+  // --- hidden layers: the bias, and for i = 1 the weights, are one product with [A_i | b_i] ---
+
+  // coefficient[r][c, d]: Phi_W + Phi_WW G^T, Phi_Wb, Phi_b + Phi_bW g.
+  void coefficients(int64_t i, int64_t rows, const T* phi, const T* saved, T* out) const {
+    const Shape& s = x.s;
+    const int64_t n_0 = s.n_0(), d = s.d, K = s.hidden_columns(i), c = s.columns(i);
+    const T* G = saved + x.at.G0[i];
+    for (int64_t r = 0; r < rows; ++r) {
+      const T *row = phi + r * K, *WW = row + n_0 * d, *bW = WW + n_0 * d, *rest = bW + n_0 * d;
+      T* to = out + r * c * d;
+      std::memcpy(to, row, n_0 * d * sizeof(T));
+      std::memcpy(to + n_0 * d, rest, i * d * sizeof(T));
+      lane_gemm<T>(d, 1, n_0, n_0, {WW, 1, 1}, {G, 1, n_0}, {to, 1, 1}, true);
+      lane_gemm<T>(d, 1, 1, n_0, {bW, 1, 1}, {G + n_0 * n_0 * d, 1, 1}, {to + (c - 1) * d, 1, 1}, true);
+    }
+  }
+
+  void coefficients_backward(int64_t i, int64_t rows, const T* phi, const T* bar, const T* saved, T* grad,
+                             T* phi_bar) const {
+    const Shape& s = x.s;
+    const int64_t n_0 = s.n_0(), d = s.d, K = s.hidden_columns(i), c = s.columns(i);
+    const T* G = saved + x.at.G0[i];
+    T* G_bar = grad + x.at.G0[i];
+    for (int64_t r = 0; r < rows; ++r) {
+      const T *from = bar + r * c * d, *last = from + (c - 1) * d, *WW = phi + r * K + n_0 * d, *bW = WW + n_0 * d;
+      T *row = phi_bar + r * K, *WW_bar = row + n_0 * d, *bW_bar = WW_bar + n_0 * d;
+      add(n_0 * d, from, row);
+      add(i * d, from + n_0 * d, bW_bar + n_0 * d);
+      lane_gemm<T>(d, 1, n_0, n_0, {from, 1, 1}, {G, n_0, 1}, {WW_bar, 1, 1}, true);
+      for (int64_t q = 0; q < n_0; ++q) add_product(d, last, G + (n_0 * n_0 + q) * d, bW_bar + q * d);
+    }
+    // G_bar[q', q] += sum_r bar[r, q'] Phi_WW[r, q];  g_bar[q] += sum_r bar[r, last] Phi_bW[r, q]
+    lane_gemm<T>(d, n_0, n_0, rows, {bar, 1, c}, {phi + n_0 * d, K / d, 1}, {G_bar, n_0, 1}, true);
+    lane_gemm<T>(d, 1, n_0, rows, {bar + (c - 1) * d, 1, c}, {phi + 2 * n_0 * d, K / d, 1},
+                 {G_bar + n_0 * n_0 * d, 1, 1}, true);
+  }
+
+  void hidden_forward(int64_t net, int64_t i, const T* saved, S* const* W_out, S* const* b_out,
+                      Scratch<T> scratch) const {
+    const Shape& s = x.s;
+    const int64_t n_0 = s.n_0(), n = s.n[i], inner = s.columns(i) * s.d;
+    const Section& a = x.at.A[i];
+    T* product = scratch.take(s.e * (n_0 + 1) * n);
+    T* coefficient = scratch.take(s.e * (n_0 + 1) * inner);
+    coefficients(i, s.e, bias_matrix(i), saved, coefficient);
+    gemm<T>(s.e, n, inner, {coefficient, inner, 1}, saved + a.offset, a.ld, product, n, false);
+    store_row(product, s.e * n, b_out[i - 1] + net * s.e * n);
+    if (i != 1) return;
+    coefficients(1, s.e * n_0, weight_matrix(1), saved, coefficient);
+    gemm<T>(s.e * n_0, n, inner, {coefficient, inner, 1}, saved + a.offset, a.ld, product, n, false);
+    S* out = W_out[0] + net * s.e * n * n_0;
+    for (int64_t e = 0; e < s.e; ++e)
+      for (int64_t j = 0; j < n; ++j)
+        for (int64_t k = 0; k < n_0; ++k) store_one(product[(e * n_0 + k) * n + j], out[(e * n + j) * n_0 + k]);
+  }
+
+  void hidden_backward_part(int64_t i, int64_t rows, const T* phi, const T* bar, const T* A_transposed, const T* saved,
+                            T* grad, T* phi_bar, Scratch<T> scratch) const {
+    const Shape& s = x.s;
+    const int64_t n = s.n[i], inner = s.columns(i) * s.d;
+    const Section& a = x.at.A[i];
+    T* coefficient = scratch.take(rows * inner);
+    T* coefficient_bar = scratch.take(rows * inner);
+    coefficients(i, rows, phi, saved, coefficient);
+    gemm<T>(rows, inner, n, {bar, n, 1}, A_transposed, inner, coefficient_bar, inner, false);
+    gemm<T>(inner, n, rows, {coefficient, 1, inner}, bar, n, grad + a.offset, a.ld, true);
+    coefficients_backward(i, rows, phi, coefficient_bar, saved, grad, phi_bar);
+  }
+
+  void hidden_backward(int64_t net, int64_t i, const S* W_bar, const S* b_bar, const T* saved, T* grad,
+                       T* weight_matrix_bar, T* bias_matrix_bar, Scratch<T> scratch) const {
+    const Shape& s = x.s;
+    const int64_t n_0 = s.n_0(), n = s.n[i], inner = s.columns(i) * s.d;
+    const Section& a = x.at.A[i];
+    T* A_transposed = scratch.take(inner * n);
+    transpose<T>(inner, n, saved + a.offset, a.ld, A_transposed, inner);
+    T* bar = scratch.take(s.e * (n_0 + 1) * n);
+    load_row(b_bar + net * s.e * n, s.e * n, bar);
+    hidden_backward_part(i, s.e, bias_matrix(i), bar, A_transposed, saved, grad, bias_matrix_bar, scratch);
+    if (i != 1) return;
+    const S* from = W_bar + net * s.e * n * n_0;
+    for (int64_t e = 0; e < s.e; ++e)
+      for (int64_t j = 0; j < n; ++j)
+        for (int64_t k = 0; k < n_0; ++k) bar[(e * n_0 + k) * n + j] = load_one<S, T>(from[(e * n + j) * n_0 + k]);
+    hidden_backward_part(1, s.e * n_0, weight_matrix(1), bar, A_transposed, saved, grad, weight_matrix_bar, scratch);
+  }
+
+  // --- middle layers: E(W)_i = Phi [W_i; WW; bW], the tiles of WW and bW made on the spot ---
+
+  // Left and right factor of [WW]: P and Psi S, or P Psi and S.
+  const Section& left_factor(int64_t i) const { return s().through_output() ? x.at.U[i] : x.at.A[i]; }
+  const Section& right_factor(int64_t i) const { return s().through_output() ? x.at.S[i - 1] : x.at.R[i]; }
+
+  template <typename Body>
+  void for_tiles(int64_t i, const Tile& tile, Body&& body) const {
+    const int64_t n = s().n[i], m = s().n[i - 1];
+    for (int64_t j = 0; j < n; j += tile.rows)
+      for (int64_t k = 0; k < m; k += tile.columns)
+        body(j, k, std::min(tile.rows, n - j), std::min(tile.columns, m - k));
+  }
+
+  // Copies rows x columns at (j, k) of every channel of a [channels, n_i, n_(i-1)] array into a tile, or back.
+  template <typename From>
+  void load_tile(const From* from, int64_t channels, int64_t i, int64_t j, int64_t k, int64_t rows, int64_t columns,
+                 T* to, int64_t ld) const {
+    const int64_t n = s().n[i], m = s().n[i - 1];
+    for (int64_t channel = 0; channel < channels; ++channel) {
+      const From* at = from + (channel * n + j) * m + k;
+      if (columns == m)
+        load_row(at, rows * columns, to + channel * ld);
+      else
+        for (int64_t r = 0; r < rows; ++r) load_row(at + r * m, columns, to + channel * ld + r * columns);
+    }
+  }
+
+  void make_tile(int64_t net, int64_t i, int64_t j, int64_t k, int64_t rows, int64_t columns, const T* saved, T* tile,
+                 int64_t ld) const {
+    const Shape& s = x.s;
+    const Section &left = left_factor(i), &right = right_factor(i), &a = x.at.A[i], &r = x.at.R[i];
+    load_tile(x.weight(i, net, 0), s.d, i, j, k, rows, columns, tile, ld);
+    const T* b = saved + a.offset + (s.columns(i) - 1) * a.row_stride;
+    const T* g = saved + r.offset + (r.rows - 1) * r.row_stride;
+    for (int64_t channel = 0; channel < s.d; ++channel) {
+      const T* l = saved + left.offset + channel * left.channel_stride + j;
+      gemm<T>(rows, columns, s.rank(), {l, 1, left.row_stride},
+              saved + right.offset + channel * right.channel_stride + k, right.row_stride, tile + (s.d + channel) * ld,
+              columns, false);
+      gemm<T>(rows, columns, 1, {b + channel * a.ld + j, 1, 0}, g + channel * r.ld + k, 0,
+              tile + (2 * s.d + channel) * ld, columns, false);
+    }
+  }
+
+  // out (+)= product of a matrix with a tile, rows of the result being channels of a [channels, n_i, n_(i-1)] array.
+  void multiply_to(int64_t channels, int64_t inner, Operand<T> matrix, const T* tile, int64_t ld, S* out, int64_t i,
+                   int64_t j, int64_t k, int64_t rows, int64_t columns, T* space) const {
+    const int64_t n = s().n[i], m = s().n[i - 1];
+    S* at = out + j * m + k;
+    if constexpr (std::is_same_v<S, T>) {
+      (void)space;
+      if (columns == m)
+        gemm<T>(channels, rows * columns, inner, matrix, tile, ld, at, n * m, false);
+      else
+        for (int64_t r = 0; r < rows; ++r)
+          gemm<T>(channels, columns, inner, matrix, tile + r * columns, ld, at + r * m, n * m, false);
+    } else {
+      gemm<T>(channels, rows * columns, inner, matrix, tile, ld, space, ld, false);
+      for (int64_t channel = 0; channel < channels; ++channel)
+        for (int64_t r = 0; r < rows; ++r)
+          store_row(space + channel * ld + r * columns, columns, at + channel * n * m + r * m);
+    }
+  }
+
+  void middle_forward(int64_t net, int64_t i, const T* saved, S* W_out, Scratch<T> scratch) const {
+    const Shape& s = x.s;
+    const Tile tile(s, i, sizeof(T));
+    const int64_t ld = tile.ld();
+    T* data = scratch.take(3 * s.d * ld);
+    T* space = scratch.take(s.e * ld);
+    S* out = W_out + net * s.e * s.n[i] * s.n[i - 1];
+    for_tiles(i, tile, [&](int64_t j, int64_t k, int64_t rows, int64_t columns) {
+      make_tile(net, i, j, k, rows, columns, saved, data, ld);
+      multiply_to(s.e, 3 * s.d, {weight_matrix(i), 3 * s.d, 1}, data, ld, out, i, j, k, rows, columns, space);
+    });
+  }
+
+  // matrix_bar is accumulated transposed, [3 d][e].
+  void middle_backward(int64_t net, int64_t i, const S* out_bar, const T* saved, T* grad, S* W_bar, T* matrix_bar,
+                       Scratch<T> scratch) const {
+    const Shape& s = x.s;
+    const Tile tile(s, i, sizeof(T));
+    const int64_t ld = tile.ld(), n = s.n[i], m = s.n[i - 1], d = s.d, rank = s.rank();
+    const Section &left = left_factor(i), &right = right_factor(i), &a = x.at.A[i], &r = x.at.R[i];
+    T* data = scratch.take(3 * d * ld);
+    T* data_bar = scratch.take(2 * d * ld);
+    T* bar = scratch.take(s.e * ld);
+    T* bar_transposed = scratch.take(s.e * ld);
+    T* space = scratch.take(d * ld);
+    T* right_transposed = scratch.take(d * rank * m);  // [d][k][rank]
+    T* left_bar = scratch.take(d * rank * n);          // [d][j][rank]
+    for (int64_t channel = 0; channel < d; ++channel)
+      transpose<T>(rank, m, saved + right.offset + channel * right.channel_stride, right.row_stride,
+                   right_transposed + channel * rank * m, rank);
+    std::fill(left_bar, left_bar + d * rank * n, T(0));
+    const int64_t b_row = a.offset + (s.columns(i) - 1) * a.row_stride, g_row = r.offset + (r.rows - 1) * r.row_stride;
+    const Operand<T> phi_transposed{weight_matrix(i), 1, 3 * d};
+    S* W_bar_net = W_bar + net * d * n * m;
+    for_tiles(i, tile, [&](int64_t j, int64_t k, int64_t rows, int64_t columns) {
+      const int64_t size = rows * columns;
+      load_tile(out_bar + net * s.e * n * m, s.e, i, j, k, rows, columns, bar, ld);
+      transpose<T>(s.e, size, bar, ld, bar_transposed, s.e);
+      make_tile(net, i, j, k, rows, columns, saved, data, ld);
+      gemm<T>(3 * d, s.e, size, {data, ld, 1}, bar_transposed, s.e, matrix_bar, s.e, true);
+      multiply_to(d, s.e, phi_transposed, bar, ld, W_bar_net, i, j, k, rows, columns, space);
+      gemm<T>(2 * d, size, s.e, {weight_matrix(i) + d, 1, 3 * d}, bar, ld, data_bar, ld, false);
+      for (int64_t channel = 0; channel < d; ++channel) {
+        const T* WW_bar = data_bar + channel * ld;
+        gemm<T>(rank, columns, rows, {saved + left.offset + channel * left.channel_stride + j, left.row_stride, 1},
+                WW_bar, columns, grad + right.offset + channel * right.channel_stride + k, right.row_stride, true);
+        gemm<T>(rows, rank, columns, {WW_bar, columns, 1}, right_transposed + (channel * m + k) * rank, rank,
+                left_bar + (channel * n + j) * rank, rank, true);
+        const T* bW_bar = data_bar + (d + channel) * ld;
+        const T *b = saved + b_row + channel * a.ld + j, *g = saved + g_row + channel * r.ld + k;
+        T *b_bar = grad + b_row + channel * a.ld + j, *g_bar = grad + g_row + channel * r.ld + k;
+        for (int64_t row = 0; row < rows; ++row) b_bar[row] += dot(columns, bW_bar + row * columns, g);
+        gemm<T>(1, columns, rows, {b, 0, 1}, bW_bar, columns, g_bar, columns, true);
+      }
+    });
+    for (int64_t channel = 0; channel < d; ++channel)
+      for (int64_t q = 0; q < rank; ++q) {
+        T* to = grad + left.offset + channel * left.channel_stride + q * left.row_stride;
+        for (int64_t j = 0; j < n; ++j) to[j] += left_bar[(channel * n + j) * rank + q];
+      }
+  }
+
+  // --- the last layer: E(W)_L = Phi_1 W_L + Y [Psi; psi] W_L with Y = [Phi_2 P_L | Phi_3 b_L], from the small side ---
+
+  void last_left(const T* saved, T* Y) const {
+    const Shape& s = x.s;
+    const int64_t n_0 = s.n_0(), n_L = s.n_L(), d = s.d, K = 3 * n_L * d;
+    const T *PL = saved + x.at.PL, *matrix = weight_matrix(s.L());
+    lane_gemm<T>(d, s.e * n_L, n_0, n_L, {matrix + n_L * d, K / d, 1}, {PL, n_0, 1}, {Y, n_0 + 1, 1}, false);
+    lane_gemm<T>(d, s.e * n_L, 1, n_L, {matrix + 2 * n_L * d, K / d, 1}, {last_bias(saved), 1, 1},
+                 {Y + n_0 * d, n_0 + 1, 1}, false);
+  }
+  // b_L with channels innermost, [p][d]: a block of the network's features, which follow `saved` in memory.
+  const T* last_bias(const T* saved) const { return saved + x.at.size + Features(s()).b; }
+
+  void last_forward(int64_t net, const T* saved, S* W_out, Scratch<T> scratch) const {
+    const Shape& s = x.s;
+    const int64_t L = s.L(), n_L = s.n_L(), d = s.d, m = s.n[L - 1], rows = s.e * n_L, inner = d * (s.n_0() + 1);
+    const Section &S_t = x.at.S[L - 1], &right = x.at.R[L];
+    T* Y = scratch.take(rows * inner);
+    T* product = scratch.take(rows * m);
+    last_left(saved, Y);
+    gemm<T>(rows, m, n_L * d, {weight_matrix(L), 3 * n_L * d, 1}, saved + S_t.offset, S_t.ld, product, m, false);
+    gemm<T>(rows, m, inner, {Y, inner, 1}, saved + right.offset, right.ld, product, m, true);
+    store_row(product, rows * m, W_out + net * rows * m);
+  }
+
+  void last_backward(int64_t net, const S* out_bar, const T* saved, T* grad, T* features_grad, T* matrix_bar,
+                     Scratch<T> scratch) const {
+    const Shape& s = x.s;
+    const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L(), d = s.d, m = s.n[L - 1], rows = s.e * n_L;
+    const int64_t inner = d * (n_0 + 1), K = 3 * n_L * d;
+    const Section &S_t = x.at.S[L - 1], &right = x.at.R[L];
+    const T *PL = saved + x.at.PL, *matrix = weight_matrix(L), *b = last_bias(saved);
+    T* Y = scratch.take(rows * inner);
+    T* Y_bar = scratch.take(rows * inner);
+    T* transposed = scratch.take(std::max(inner, n_L * d) * m);
+    T* bar = scratch.take(rows * m);
+    load_row(out_bar + net * rows * m, rows * m, bar);
+    last_left(saved, Y);
+    transpose<T>(n_L * d, m, saved + S_t.offset, S_t.ld, transposed, n_L * d);
+    gemm<T>(rows, n_L * d, m, {bar, m, 1}, transposed, n_L * d, matrix_bar, K, true);
+    gemm<T>(n_L * d, m, rows, {matrix, 1, K}, bar, m, grad + S_t.offset, S_t.ld, true);
+    transpose<T>(inner, m, saved + right.offset, right.ld, transposed, inner);
+    gemm<T>(rows, inner, m, {bar, m, 1}, transposed, inner, Y_bar, inner, false);
+    gemm<T>(inner, m, rows, {Y, 1, inner}, bar, m, grad + right.offset, right.ld, true);
+    // Phi_2_bar[r, p] += sum_q Y_bar[r, q] P[p, q];  P_bar[p, q] += sum_r Phi_2[r, p] Y_bar[r, q]; likewise Phi_3, b_L.
+    lane_gemm<T>(d, rows, n_L, n_0, {Y_bar, n_0 + 1, 1}, {PL, 1, n_0}, {matrix_bar + n_L * d, K / d, 1}, true);
+    lane_gemm<T>(d, n_L, n_0, rows, {matrix + n_L * d, 1, K / d}, {Y_bar, n_0 + 1, 1}, {grad + x.at.PL, n_0, 1}, true);
+    lane_gemm<T>(d, rows, n_L, 1, {Y_bar + n_0 * d, n_0 + 1, 1}, {b, 1, 1}, {matrix_bar + 2 * n_L * d, K / d, 1}, true);
+    lane_gemm<T>(d, n_L, 1, rows, {matrix + 2 * n_L * d, 1, K / d}, {Y_bar + n_0 * d, n_0 + 1, 1},
+                 {features_grad + Features(s).b, 1, 1}, true);
+  }
+};
+
+// Offsets of the gradients of the parameters in one thread's accumulator; the last bias is summed over networks by one
+// product of its own. Weights of middle layers are transposed.
+struct Accumulator {
+  std::vector<int64_t> matrices;
+  int64_t psi, size = 0;
+  explicit Accumulator(const Shape& s) {
+    for (int64_t i = 1; i <= s.L(); ++i) {
+      matrices.push_back(size);
+      size += i == 1 ? s.e * s.n_0() * s.hidden_columns(1) : i == s.L() ? s.e * s.n_L() * 3 * s.n_L() * s.d : s.e * 3 * s.d;
+      matrices.push_back(size);
+      if (i < s.L()) size += s.e * s.hidden_columns(i);
+    }
+    psi = size;
+    size += s.psi_size();
+  }
+};
+
+// saved: [B][layout.size + features], the intermediates of each network followed by its features.
+template <typename S, typename T>
+void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, const T* const* matrices, const T* psi,
+                         S* const* W_out, S* const* b_out, T* saved, const Parallel& parallel) {
+  const Layout at(s, true);
+  const EquivariantCall<S, T> call{{s, at, W, b, psi}, matrices, parallel};
+  const int64_t L = s.L(), K = s.readout_columns(), stride = at.size + K, need = call.scratch_size();
+  const auto chain = [&](int64_t net, int64_t channel, Scratch<T> scratch) {
+    chain_forward(call.x, net, channel, true, saved + net * stride, scratch);
+  };
+  const auto layer = [&](int64_t net, int64_t i, Scratch<T> scratch) {
+    T* own = saved + net * stride;
+    connect(call.x, i, own);
+    if (i < L) call.hidden_forward(net, i, own, W_out, b_out, scratch);
+    if (1 < i && i < L) call.middle_forward(net, i, own, W_out[i - 1], scratch);
+    if (i == L) {
+      features(call.x, own, own + at.size);
+      call.last_forward(net, own, W_out[L - 1], scratch);
+    }
+  };
+  if (s.B >= parallel.threads) {
+    parallel.split(s.B, [&](int64_t, int64_t begin, int64_t end) {
+      Scratch<T> scratch = Scratch<T>::begin(need);
+      for (int64_t net = begin; net < end; ++net) {
+        for (int64_t channel = 0; channel < s.d; ++channel) chain(net, channel, scratch);
+        for (int64_t i = 1; i <= L; ++i) layer(net, i, scratch);
+      }
+    });
+  } else {
+    parallel.split(s.B * s.d, [&](int64_t, int64_t begin, int64_t end) {
+      Scratch<T> scratch = Scratch<T>::begin(need);
+      for (int64_t task = begin; task < end; ++task) chain(task / s.d, task % s.d, scratch);
+    });
+    parallel.split(s.B * L, [&](int64_t, int64_t begin, int64_t end) {
+      Scratch<T> scratch = Scratch<T>::begin(need);
+      for (int64_t task = begin; task < end; ++task) layer(task / L, task % L + 1, scratch);
+    });
+  }
+  thread_local std::vector<T> F;
+  F.resize(s.B * K);
+  for (int64_t net = 0; net < s.B; ++net)
+    std::memcpy(F.data() + net * K, saved + net * stride + at.size, K * sizeof(T));
+  readout(s.B, s.e * s.n_L(), K, matrices[2 * L - 1], F.data(), b_out[L - 1], parallel);
+}
+
+template <typename S, typename T>
+void equivariant_backward(const Shape& s, const S* const* W_out_bar, const S* const* b_out_bar, const S* const* W,
+                          const S* const* b, const T* const* matrices, const T* psi, const T* saved, S* const* W_bar,
+                          S* const* b_bar, T* const* matrices_bar, T* psi_bar, const Parallel& parallel) {
+  const Layout at(s, true);
+  const EquivariantCall<S, T> call{{s, at, W, b, psi}, matrices, parallel};
+  const Accumulator sums(s);
+  const Features f(s);
+  const int64_t L = s.L(), d = s.d, K = s.readout_columns(), stride = at.size + K, rows = s.e * s.n_L();
+  const int64_t need = call.scratch_size();
+  const bool by_network = s.B >= parallel.threads;
+  const int64_t chunks = parallel.chunks(by_network ? s.B : s.B * std::max(L, d));
+  const int64_t slots = by_network ? chunks : s.B;
+  thread_local std::vector<T> memory;
+  memory.resize(chunks * sums.size + slots * at.size + 3 * s.B * K + s.B * rows);
+  T* accumulators = memory.data();
+  T* grads = accumulators + chunks * sums.size;
+  T *F = grads + slots * at.size, *F_bar = F + s.B * K, *F_own_bar = F_bar + s.B * K, *bar = F_own_bar + s.B * K;
+
+  for (int64_t net = 0; net < s.B; ++net)
+    std::memcpy(F + net * K, saved + net * stride + at.size, K * sizeof(T));
+  load_row(b_out_bar[L - 1], s.B * rows, bar);
+  readout_backward(s.B, rows, K, matrices[2 * L - 1], F, bar, F_bar, matrices_bar[2 * L - 1], parallel);
+
+  const auto layer = [&](int64_t net, int64_t i, T* grad, T* sum, Scratch<T> scratch) {
+    const T* own = saved + net * stride;
+    if (i < L)
+      call.hidden_backward(net, i, W_out_bar[0], b_out_bar[i - 1], own, grad, sum + sums.matrices[0],
+                           sum + sums.matrices[2 * i - 1], scratch);
+    if (1 < i && i < L)
+      call.middle_backward(net, i, W_out_bar[i - 1], own, grad, W_bar[i - 1], sum + sums.matrices[2 * i - 2], scratch);
+    if (i == L) {
+      call.last_backward(net, W_out_bar[L - 1], own, grad, F_bar + net * K, sum + sums.matrices[2 * L - 2], scratch);
+      features_backward(call.x, own, own + at.size, F_bar + net * K, grad, sum + sums.psi, scratch);
+    }
+  };
+  const auto connections = [&](int64_t net, T* grad, T* sum) {
+    for (int64_t i = 1; i <= L; ++i) connect_backward(call.x, i, saved + net * stride, grad, sum + sums.psi);
+  };
+  const auto chain = [&](int64_t net, int64_t channel, T* grad, T* sum, Scratch<T> scratch) {
+    // Only middle layers have a direct gradient in W_bar; the last layer's is in that of S_(L-1).
+    chain_backward(call.x, net, channel, true, saved + net * stride, grad, sum + sums.psi, W_bar, b_bar, false, scratch);
+  };
+  if (by_network) {
+    parallel.split(s.B, [&](int64_t chunk, int64_t begin, int64_t end) {
+      Scratch<T> scratch = Scratch<T>::begin(need);
+      T *sum = accumulators + chunk * sums.size, *grad = grads + chunk * at.size;
+      std::fill(sum, sum + sums.size, T(0));
+      for (int64_t net = begin; net < end; ++net) {
+        std::fill(grad, grad + at.size, T(0));
+        for (int64_t i = 1; i <= L; ++i) layer(net, i, grad, sum, scratch);
+        connections(net, grad, sum);
+        for (int64_t channel = 0; channel < d; ++channel) chain(net, channel, grad, sum, scratch);
+      }
+    });
+  } else {
+    std::fill(accumulators, F, T(0));
+    parallel.split(s.B * L, [&](int64_t chunk, int64_t begin, int64_t end) {
+      Scratch<T> scratch = Scratch<T>::begin(need);
+      for (int64_t task = begin; task < end; ++task)
+        layer(task / L, task % L + 1, grads + task / L * at.size, accumulators + chunk * sums.size, scratch);
+    });
+    for (int64_t net = 0; net < s.B; ++net) connections(net, grads + net * at.size, accumulators);
+    parallel.split(s.B * d, [&](int64_t chunk, int64_t begin, int64_t end) {
+      Scratch<T> scratch = Scratch<T>::begin(need);
+      for (int64_t task = begin; task < end; ++task)
+        chain(task / d, task % d, grads + task / d * at.size, accumulators + chunk * sums.size, scratch);
+    });
+  }
+
+  // Sum over threads, in the order of the threads.
+  const auto total = [&](int64_t offset, int64_t count, T* out) {
+    for (int64_t chunk = 1; chunk < chunks; ++chunk) add(count, accumulators + chunk * sums.size + offset, accumulators + offset);
+    std::memcpy(out, accumulators + offset, count * sizeof(T));
+  };
+  parallel.split(2 * L, [&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; ++k) {
+      const int64_t i = k / 2 + 1, offset = sums.matrices[k];
+      if (k == 2 * L - 1) {
+        total(sums.psi, s.psi_size(), psi_bar);
+      } else if (k % 2 == 0 && 1 < i && i < L) {
+        for (int64_t chunk = 1; chunk < chunks; ++chunk)
+          add(s.e * 3 * d, accumulators + chunk * sums.size + offset, accumulators + offset);
+        transpose<T>(3 * d, s.e, accumulators + offset, s.e, matrices_bar[k], 3 * d);
+      } else {
+        total(offset, sums.matrices[k + 1] - offset, matrices_bar[k]);
+      }
+    }
+  });
+}
+
+}  // namespace MAGEP_ISA
+}  // namespace magep

@@ -1,0 +1,148 @@
+// The one matrix product: C[m, n] (+)= sum_k A[m, k] B[k, n], A of any strides, rows of B and C contiguous.
+#pragma once
+
+#include <algorithm>
+
+#include "simd.h"
+
+namespace magep {
+namespace MAGEP_ISA {
+
+// A block of MR rows and NV vectors of C stays in registers. AVX-512 has 32 registers, the others 16.
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 12;
+#else
+constexpr int kMaxRows = 6;
+#endif
+constexpr int kMaxVectors = 2;
+constexpr int64_t kInnerBlock = 512;  // rows of B per pass: two vectors of each fit the first-level cache
+
+template <typename T>
+struct Operand {
+  const T* data;
+  int64_t row_stride, column_stride;
+};
+
+template <typename T, int MR, int NV>
+inline void micro_kernel(int64_t K, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc, bool accumulate,
+                         int tail) {
+  using S = Simd<T>;
+  using Vec = typename S::Vec;
+  Vec sum[MR][NV];
+  const bool whole = tail == S::kWidth;
+  if (accumulate) {
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v)
+        sum[m][v] = v < NV - 1 || whole ? S::load(c + m * ldc + v * S::kWidth)
+                                        : S::load_first(c + m * ldc + v * S::kWidth, tail);
+  } else {
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) sum[m][v] = Vec{};
+  }
+  const T* row = a.data;
+  const auto step = [&](auto load_last) {
+    for (int64_t k = 0; k < K; ++k) {
+      Vec right[NV];
+#pragma GCC unroll 4
+      for (int v = 0; v < NV - 1; ++v) right[v] = S::load(b + v * S::kWidth);
+      right[NV - 1] = load_last(b + (NV - 1) * S::kWidth);
+#pragma GCC unroll 16
+      for (int m = 0; m < MR; ++m) {
+        const Vec left = S::broadcast(row[m * a.row_stride]);
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) sum[m][v] += left * right[v];
+      }
+      row += a.column_stride;
+      b += ldb;
+    }
+  };
+  if (whole)
+    step([](const T* p) { return S::load(p); });
+  else
+    step([tail](const T* p) { return S::load_first(p, tail); });
+#pragma GCC unroll 16
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      if (v < NV - 1 || whole)
+        S::store(c + m * ldc + v * S::kWidth, sum[m][v]);
+      else
+        S::store_first(c + m * ldc + v * S::kWidth, sum[m][v], tail);
+    }
+}
+
+template <typename T, int NV>
+inline void row_block(int rows, int64_t K, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc, bool accumulate,
+                      int tail) {
+#define MAGEP_ROWS(MR) \
+  case MR: return micro_kernel<T, MR, NV>(K, a, b, ldb, c, ldc, accumulate, tail);
+  switch (rows) {
+    MAGEP_ROWS(1)
+    MAGEP_ROWS(2)
+    MAGEP_ROWS(3)
+    MAGEP_ROWS(4)
+    MAGEP_ROWS(5)
+    MAGEP_ROWS(6)
+#if defined(__AVX512F__)
+    MAGEP_ROWS(7)
+    MAGEP_ROWS(8)
+    MAGEP_ROWS(9)
+    MAGEP_ROWS(10)
+    MAGEP_ROWS(11)
+    MAGEP_ROWS(12)
+#endif
+  }
+#undef MAGEP_ROWS
+}
+
+template <typename T>
+void gemm(int64_t M, int64_t N, int64_t K, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc,
+          bool accumulate) {
+  constexpr int W = Simd<T>::kWidth;
+  // Rows in blocks of nearly equal height: 20 rows are 5 + 5 + 5 + 5, not 6 + 6 + 6 + 2.
+  const int64_t row_blocks = (M + kMaxRows - 1) / kMaxRows;
+  const auto block = [&](int64_t r, int64_t n, int64_t k, int64_t inner) {
+    const int64_t m = M * r / row_blocks;
+    const int rows = static_cast<int>(M * (r + 1) / row_blocks - m);
+    const Operand<T> left{a.data + m * a.row_stride + k * a.column_stride, a.row_stride, a.column_stride};
+    const T* right = b + k * ldb + n;
+    T* out = c + m * ldc + n;
+    const int64_t columns = std::min<int64_t>(N - n, kMaxVectors * W);
+    if (columns > W)
+      row_block<T, 2>(rows, inner, left, right, ldb, out, ldc, accumulate || k > 0, static_cast<int>(columns - W));
+    else
+      row_block<T, 1>(rows, inner, left, right, ldb, out, ldc, accumulate || k > 0, static_cast<int>(columns));
+  };
+  int64_t k = 0;
+  do {  // once for K = 0 too: C is then cleared
+    const int64_t inner = std::min(K - k, kInnerBlock);
+    // The smaller operand is the one to sweep over again and again.
+    if (M > N) {
+      for (int64_t r = 0; r < row_blocks; ++r)
+        for (int64_t n = 0; n < N; n += kMaxVectors * W) block(r, n, k, inner);
+    } else {
+      for (int64_t n = 0; n < N; n += kMaxVectors * W)
+        for (int64_t r = 0; r < row_blocks; ++r) block(r, n, k, inner);
+    }
+    k += inner;
+  } while (k < K);
+}
+
+// to[c, r] = from[r, c], in squares that stay in the first-level cache.
+template <typename T>
+void transpose(int64_t rows, int64_t columns, const T* from, int64_t ld_from, T* to, int64_t ld_to) {
+  constexpr int64_t kSquare = 8;
+  for (int64_t r = 0; r < rows; r += kSquare)
+    for (int64_t c = 0; c < columns; c += kSquare) {
+      const int64_t r_end = std::min(rows, r + kSquare), c_end = std::min(columns, c + kSquare);
+      for (int64_t cc = c; cc < c_end; ++cc)
+        for (int64_t rr = r; rr < r_end; ++rr) to[cc * ld_to + rr] = from[rr * ld_from + cc];
+    }
+}
+
+}  // namespace MAGEP_ISA
+}  // namespace magep

@@ -1,0 +1,99 @@
+// Shapes of a call and where each intermediate lives. Indices follow the paper: layers i = 1 ... L, widths n[0] ... n[L].
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+namespace magep {
+
+struct Shape {
+  int64_t B, d, e;  // networks, channels in, channels (or features) out
+  std::vector<int64_t> n;
+
+  int64_t L() const { return static_cast<int64_t>(n.size()) - 1; }
+  int64_t n_0() const { return n.front(); }
+  int64_t n_L() const { return n.back(); }
+  // Columns of [A_i | b_i] = [P_i | v_(i,1) ... v_(i,i-1) | b_i].
+  int64_t columns(int64_t i) const { return n_0() + i; }
+  // [WW] of a middle layer has two factorisations, P (Psi S) of inner size n_0 and (P Psi) S of inner size n_L.
+  bool through_output() const { return n_L() < n_0(); }
+  int64_t rank() const { return std::min(n_0(), n_L()); }
+
+  // Pairs (s, t) of the connections, in the order of the table of terms.
+  int64_t pair_to_input(int64_t i) const { return i - 1; }
+  int64_t pair_to_neighbour(int64_t i) const { return L() + i - 2; }
+  int64_t pair_of_trace(int64_t s) const { return 2 * L() - 1 + s - 1; }
+  int64_t num_pairs() const { return 3 * L() - 2; }
+  int64_t psi_size() const { return num_pairs() * (n_0() + 1) * n_L() * d; }
+  // Columns of the matrices of coefficients, one block a term.
+  int64_t hidden_columns(int64_t i) const { return d * (3 * n_0() + i); }
+  int64_t readout_columns() const { return d * (3 * n_L() * n_0() + (L() - 1) * n_L() + n_L() + 2 * (L() - 1)) + 1; }
+};
+
+// An array [rows][channels][ld], or [channels][rows][ld], inside the buffer of one network.
+struct Section {
+  int64_t offset = 0, rows = 0, ld = 0, row_stride = 0, channel_stride = 0;
+};
+
+// What the forward pass keeps for the backward pass, per network, and what the backward pass accumulates gradients of.
+//   A[i]   columns of [A_i | b_i], transposed:  [c][d][n_i]       rows ordered as the coefficients that meet them
+//   S[t]   suffix chain, t >= 1:                [p][d][n_t]
+//   P_L, v_L, b_L, G_0: the small ones, channels innermost, for lane-wise algebra:
+//   PL     P_L = S_0                            [p][q][d]
+//   G0[i]  [Psi; psi]_(i,0) S_0                 [q'][q][d]        q' = 0 ... n_0
+//   R[i]   right factor of [WW] and [bW], i > 1: [q][d][n_(i-1)]  n_0 rows of Psi S (or none, through_output) and psi S
+//   U[i]   left factor P Psi of a middle layer:  [p][d][n_i]      only through_output
+struct Layout {
+  std::vector<Section> A, S, R, U;
+  std::vector<int64_t> G0;
+  int64_t PL = 0, size = 0;
+
+  Layout(const Shape& s, bool equivariant) : A(s.L() + 1), S(s.L() + 1), R(s.L() + 1), U(s.L() + 1), G0(s.L() + 1) {
+    const int64_t L = s.L();
+    for (int64_t i = 1; i <= L; ++i) A[i] = section(s.columns(i), s.d, s.n[i]);
+    PL = reserve(s.n_L() * s.n_0() * s.d);
+    G0[L] = reserve((s.n_0() + 1) * s.n_0() * s.d);
+    if (!equivariant) return;
+    for (int64_t i = 1; i < L; ++i) G0[i] = reserve((s.n_0() + 1) * s.n_0() * s.d);
+    for (int64_t t = 1; t < L; ++t) S[t] = section(s.n_L(), s.d, s.n[t]);
+    for (int64_t i = 2; i <= L; ++i) {
+      const bool factored_left = s.through_output() && i < L;
+      R[i] = section(factored_left ? 1 : s.n_0() + 1, s.d, s.n[i - 1]);
+      if (factored_left) U[i] = section(s.n_L(), s.d, s.n[i]);
+    }
+  }
+
+ private:
+  static int64_t padded(int64_t n) { return (n + 7) / 8 * 8; }
+  int64_t reserve(int64_t count) {
+    const int64_t offset = size;
+    size += (count + 15) / 16 * 16;
+    return offset;
+  }
+  Section section(int64_t rows, int64_t channels, int64_t n) {
+    Section s;
+    s.rows = rows;
+    s.ld = padded(n);
+    s.channel_stride = s.ld;
+    s.row_stride = channels * s.ld;
+    s.offset = reserve(rows * s.row_stride);
+    return s;
+  }
+};
+
+// Runs body(t) for t = 0 ... count - 1, possibly at the same time.
+struct Parallel {
+  int64_t threads;
+  std::function<void(int64_t count, const std::function<void(int64_t)>& body)> run;
+
+  // Splits tasks into at most `threads` contiguous ranges: body(chunk, begin, end).
+  int64_t chunks(int64_t tasks) const { return std::max<int64_t>(1, std::min(threads, tasks)); }
+  void split(int64_t tasks, const std::function<void(int64_t, int64_t, int64_t)>& body) const {
+    const int64_t count = chunks(tasks);
+    run(count, [&](int64_t t) { body(t, tasks * t / count, tasks * (t + 1) / count); });
+  }
+};
+
+}  // namespace magep

@@ -1,0 +1,139 @@
+// The invariants of a network, which the bias of the last layer and the invariant layer are linear maps of, in the order
+// of the table of terms: P_L, [WW], [bW], [Wb], b_L, the two traces, 1. Channels are innermost throughout.
+#pragma once
+
+#include "chain.h"
+
+namespace magep {
+namespace MAGEP_ISA {
+
+struct Features {
+  int64_t P = 0, WW, bW, Wb, b, WW_pp, bW_pp, one;
+  explicit Features(const Shape& s) {
+    const int64_t product = s.n_L() * s.n_0() * s.d;
+    WW = product;
+    bW = 2 * product;
+    Wb = 3 * product;
+    b = Wb + (s.L() - 1) * s.n_L() * s.d;
+    WW_pp = b + s.n_L() * s.d;
+    bW_pp = WW_pp + (s.L() - 1) * s.d;
+    one = bW_pp + (s.L() - 1) * s.d;
+  }
+};
+
+// G0_i = [Psi; psi]_(i,0) S_0
+template <typename S, typename T>
+void connect(const Network<S, T>& x, int64_t i, T* saved) {
+  const Shape& s = x.s;
+  lane_gemm<T>(s.d, s.n_0() + 1, s.n_0(), s.n_L(), {x.connection(s.pair_to_input(i)), s.n_L(), 1},
+               {saved + x.at.PL, s.n_0(), 1}, {saved + x.at.G0[i], s.n_0(), 1}, false);
+}
+
+template <typename S, typename T>
+void connect_backward(const Network<S, T>& x, int64_t i, const T* saved, T* grad, T* psi_bar) {
+  const Shape& s = x.s;
+  const int64_t pair = s.pair_to_input(i);
+  const T* G_bar = grad + x.at.G0[i];
+  lane_gemm<T>(s.d, s.n_0() + 1, s.n_L(), s.n_0(), {G_bar, s.n_0(), 1}, {saved + x.at.PL, 1, s.n_0()},
+               {psi_bar + pair * (s.n_0() + 1) * s.n_L() * s.d, s.n_L(), 1}, true);
+  lane_gemm<T>(s.d, s.n_L(), s.n_0(), s.n_0() + 1, {x.connection(pair), 1, s.n_L()}, {G_bar, s.n_0(), 1},
+               {grad + x.at.PL, s.n_0(), 1}, true);
+}
+
+// Needs A_L, P_L and G0_L of the network.
+template <typename S, typename T>
+void features(const Network<S, T>& x, const T* saved, T* F) {
+  const Shape& s = x.s;
+  const Features f(s);
+  const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L(), d = s.d;
+  const T *PL = saved + x.at.PL, *G = saved + x.at.G0[L];
+  const Section& a = x.at.A[L];
+  std::memcpy(F + f.P, PL, n_L * n_0 * d * sizeof(T));
+  lane_gemm<T>(d, n_L, n_0, n_0, {PL, n_0, 1}, {G, n_0, 1}, {F + f.WW, n_0, 1}, false);
+  // Rows n_0 ... of A_L, [c][d][p], are v_(L,1) ... v_(L,L-1) and b_L: the blocks Wb and b one after the other.
+  for (int64_t t = 0; t < L; ++t) {
+    const T* row = saved + a.offset + (n_0 + t) * a.row_stride;
+    transpose<T>(d, n_L, row, a.ld, F + f.Wb + t * n_L * d, d);
+  }
+  const T *b = F + f.b, *v = F + f.Wb;
+  lane_gemm<T>(d, n_L, n_0, 1, {b, 1, 1}, {G + n_0 * n_0 * d, 1, 1}, {F + f.bW, n_0, 1}, false);
+  for (int64_t t = 1; t < L; ++t) {
+    const T* psi = x.connection(s.pair_of_trace(t));
+    T *WW_pp = F + f.WW_pp + (t - 1) * d, *bW_pp = F + f.bW_pp + (t - 1) * d;
+    std::fill(WW_pp, WW_pp + d, T(0));
+    for (int64_t q = 0; q < n_0; ++q)
+      for (int64_t p = 0; p < n_L; ++p) add_product(d, psi + (q * n_L + p) * d, PL + (p * n_0 + q) * d, WW_pp);
+    lane_gemm<T>(d, 1, 1, n_L, {psi + n_0 * n_L * d, 1, 1}, {v + (t - 1) * n_L * d, 1, 1}, {bW_pp, 1, 1}, false);
+  }
+  F[f.one] = 1;
+}
+
+// Gradients of the features to those of A_L, P_L, G0_L and of the connections of the traces.
+template <typename S, typename T>
+void features_backward(const Network<S, T>& x, const T* saved, const T* F, const T* F_bar, T* grad, T* psi_bar,
+                       Scratch<T> scratch) {
+  const Shape& s = x.s;
+  const Features f(s);
+  const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L(), d = s.d;
+  const T *PL = saved + x.at.PL, *G = saved + x.at.G0[L];
+  T *PL_bar = grad + x.at.PL, *G_bar = grad + x.at.G0[L];
+  const T *b = F + f.b, *v = F + f.Wb, *g = G + n_0 * n_0 * d;
+  add(n_L * n_0 * d, F_bar + f.P, PL_bar);
+  lane_gemm<T>(d, n_L, n_0, n_0, {F_bar + f.WW, n_0, 1}, {G, 1, n_0}, {PL_bar, n_0, 1}, true);
+  lane_gemm<T>(d, n_0, n_0, n_L, {PL, 1, n_0}, {F_bar + f.WW, n_0, 1}, {G_bar, n_0, 1}, true);
+
+  T* rows_bar = scratch.take(L * n_L * d);  // of v_(L,1) ... v_(L,L-1), b_L, laid out as in F
+  std::memcpy(rows_bar, F_bar + f.Wb, L * n_L * d * sizeof(T));
+  T* b_bar = rows_bar + (L - 1) * n_L * d;
+  lane_gemm<T>(d, n_L, 1, n_0, {F_bar + f.bW, n_0, 1}, {g, 1, 1}, {b_bar, 1, 1}, true);
+  lane_gemm<T>(d, 1, n_0, n_L, {b, 1, 1}, {F_bar + f.bW, n_0, 1}, {G_bar + n_0 * n_0 * d, 1, 1}, true);
+  for (int64_t t = 1; t < L; ++t) {
+    const int64_t offset = s.pair_of_trace(t) * (n_0 + 1) * n_L * d;
+    const T *psi = x.psi + offset, *WW_pp = F_bar + f.WW_pp + (t - 1) * d, *bW_pp = F_bar + f.bW_pp + (t - 1) * d;
+    T* pair_bar = psi_bar + offset;
+    for (int64_t q = 0; q < n_0; ++q)
+      for (int64_t p = 0; p < n_L; ++p) {
+        add_product(d, psi + (q * n_L + p) * d, WW_pp, PL_bar + (p * n_0 + q) * d);
+        add_product(d, PL + (p * n_0 + q) * d, WW_pp, pair_bar + (q * n_L + p) * d);
+      }
+    for (int64_t p = 0; p < n_L; ++p) {
+      add_product(d, psi + (n_0 * n_L + p) * d, bW_pp, rows_bar + ((t - 1) * n_L + p) * d);
+      add_product(d, v + ((t - 1) * n_L + p) * d, bW_pp, pair_bar + (n_0 * n_L + p) * d);
+    }
+  }
+  const Section& a = x.at.A[L];
+  for (int64_t t = 0; t < L; ++t) {
+    T* row = grad + a.offset + (n_0 + t) * a.row_stride;
+    const T* bar = rows_bar + t * n_L * d;
+    for (int64_t channel = 0; channel < d; ++channel)
+      for (int64_t p = 0; p < n_L; ++p) row[channel * a.ld + p] += bar[p * d + channel];
+  }
+}
+
+// out[net, r] = sum_k matrix[r, k] F[net, k]. F is read transposed, [k][net].
+template <typename S, typename T>
+void readout(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, S* out, const Parallel& parallel) {
+  thread_local std::vector<T> shared;
+  shared.resize(K * B + rows * B);
+  T *F_t = shared.data(), *sums = shared.data() + K * B;
+  transpose<T>(B, K, F, K, F_t, B);
+  parallel.split(rows, [&](int64_t, int64_t begin, int64_t end) {
+    gemm<T>(end - begin, B, K, {matrix + begin * K, K, 1}, F_t, B, sums + begin * B, B, false);
+    for (int64_t r = begin; r < end; ++r)
+      for (int64_t net = 0; net < B; ++net) store_one(sums[r * B + net], out[net * rows + r]);
+  });
+}
+
+// F_bar[net, k] = sum_r bar[net, r] matrix[r, k];  matrix_bar[r, k] = sum_net bar[net, r] F[net, k].
+template <typename T>
+void readout_backward(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, const T* bar, T* F_bar,
+                      T* matrix_bar, const Parallel& parallel) {
+  parallel.split((K + 63) / 64, [&](int64_t, int64_t begin, int64_t end) {
+    const int64_t k = begin * 64, count = std::min(K, end * 64) - k;
+    gemm<T>(B, count, rows, {bar, rows, 1}, matrix + k, K, F_bar + k, K, false);
+    gemm<T>(rows, count, B, {bar, 1, rows}, F + k, K, matrix_bar + k, K, false);
+  });
+}
+
+}  // namespace MAGEP_ISA
+}  // namespace magep
