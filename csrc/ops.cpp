@@ -5,68 +5,333 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#include <tuple>
+#include <optional>
 #include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/storage_types.h"
 
 namespace {
 
+using magep::Shape;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// out[m, c] = sum_k a[m, k] b[k, c]
-template <typename T>
-void multiply(const T* a, const T* b, T* out, int64_t rows, int64_t inner, int64_t columns) {
-  for (int64_t m = 0; m < rows; ++m) {
-    T* row = out + m * columns;
-    for (int64_t c = 0; c < columns; ++c) row[c] = 0;
-    for (int64_t k = 0; k < inner; ++k)
-      for (int64_t c = 0; c < columns; ++c) row[c] += a[m * inner + k] * b[k * columns + c];
-  }
+const magep::Parallel& torch_threads() {
+  static thread_local magep::Parallel parallel;
+  parallel.threads = torch::stable::get_num_threads();
+  if (!parallel.run)
+    parallel.run = [](int64_t count, const std::function<void(int64_t)>& body) {
+      if (count == 1) return body(0);
+      torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) body(t);
+      });
+    };
+  return parallel;
 }
 
-// S_t = S_(t+1) W_(t+1) for t = L-1 ... 0, at index t.
-template <typename T>
-std::vector<Tensor> suffixes(const std::vector<Tensor>& weights) {
-  const auto L = static_cast<int64_t>(weights.size());
-  const int64_t networks = weights[0].size(0) * weights[0].size(1), n_L = weights[L - 1].size(2);
-  std::vector<Tensor> chain(L);
-  chain[L - 1] = torch::stable::clone(weights[L - 1]);
-  for (int64_t t = L - 2; t >= 0; --t) {
-    const int64_t inner = weights[t].size(2), columns = weights[t].size(3);
-    chain[t] = torch::stable::new_empty(weights[t], {weights[t].size(0), weights[t].size(1), n_L, columns});
-    const T* left = static_cast<const T*>(chain[t + 1].const_data_ptr());
-    const T* w = static_cast<const T*>(weights[t].const_data_ptr());
-    T* out = static_cast<T*>(chain[t].mutable_data_ptr());
-    torch::stable::parallel_for(0, networks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; ++n)
-        multiply(left + n * n_L * inner, w + n * inner * columns, out + n * n_L * columns, n_L, inner, columns);
-    });
+// Calls body with a storage type S and a computation type T.
+template <typename Body>
+auto with_types(ScalarType dtype, const char* op, Body&& body) {
+  switch (dtype) {
+    case ScalarType::Float: return body(float{}, float{});
+    case ScalarType::Double: return body(double{}, double{});
+    case ScalarType::BFloat16: return body(magep::BFloat16{}, float{});
+    case ScalarType::Half: return body(magep::Float16{}, float{});
+    default: break;
   }
-  return chain;
+  STD_TORCH_CHECK(false, op, ": expected float32, float64, bfloat16 or float16 features");
+  return body(float{}, float{});
 }
 
-std::vector<Tensor> chain_cpu(std::vector<Tensor> weights) {
-  STD_TORCH_CHECK(!weights.empty(), "chain: expected at least one weight tensor");
+void check(const Tensor& x, const char* op, const char* name, size_t layer, const std::vector<int64_t>& shape,
+           ScalarType dtype) {
+  bool right = x.is_cpu() && x.scalar_type() == dtype && x.dim() == static_cast<int64_t>(shape.size());
+  for (size_t k = 0; right && k < shape.size(); ++k) right = x.size(static_cast<int64_t>(k)) == shape[k];
+  if (right) return;
+  std::string expected, found;
+  for (int64_t n : shape) expected += std::to_string(n) + " ";
+  for (int64_t k = 0; k < x.dim(); ++k) found += std::to_string(x.size(k)) + " ";
+  STD_TORCH_CHECK(false, op, ": ", name, "[", layer, "] must be a CPU tensor of shape [ ", expected,
+                  "] and of the dtype of the call; found shape [ ", found, "]");
+}
+
+// One call's tensors, checked, contiguous, with their pointers.
+template <typename X>
+struct Pointers {
+  std::vector<Tensor> keep;
+  std::vector<X*> data;
+
+  void add(const Tensor& x) {
+    keep.push_back(x.is_contiguous() ? x : torch::stable::contiguous(x));
+    data.push_back(static_cast<X*>(keep.back().data_ptr()));
+  }
+  X* const* get() const { return data.data(); }
+};
+
+Shape shape_of(const char* op, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
+               int64_t out_channels) {
+  STD_TORCH_CHECK(weights.size() >= 2 && weights.size() == biases.size(), op,
+                  ": expected as many weights as biases, at least two of each");
+  STD_TORCH_CHECK(weights[0].dim() == 4, op, ": weights[0] must have rank 4");
+  Shape s{weights[0].size(0), weights[0].size(1), out_channels, {weights[0].size(3)}};
   const auto dtype = weights[0].scalar_type();
   for (size_t i = 0; i < weights.size(); ++i) {
-    STD_TORCH_CHECK(weights[i].dim() == 4, "chain: weights[", i, "] must be [B, d, n_i, n_(i-1)]; found rank ",
-                    weights[i].dim());
-    STD_TORCH_CHECK(weights[i].scalar_type() == dtype, "chain: weights[", i, "] differs in dtype from weights[0]");
-    if (i > 0)
-      STD_TORCH_CHECK(weights[i].size(3) == weights[i - 1].size(2), "chain: weights[", i, "] reads ",
-                      weights[i].size(3), " neurons; the layer before has ", weights[i - 1].size(2));
-    weights[i] = torch::stable::contiguous(weights[i]);
+    STD_TORCH_CHECK(weights[i].dim() == 4, op, ": weights[", i, "] must have rank 4; found ", weights[i].dim());
+    s.n.push_back(weights[i].size(2));
+    check(weights[i], op, "weights", i, {s.B, s.d, s.n[i + 1], s.n[i]}, dtype);
+    check(biases[i], op, "biases", i, {s.B, s.d, s.n[i + 1]}, dtype);
   }
-  switch (dtype) {
-    case ScalarType::Float: return suffixes<float>(weights);
-    case ScalarType::Double: return suffixes<double>(weights);
-    default: STD_TORCH_CHECK(false, "chain: expected float32 or float64 weights");
+  for (int64_t n : s.n) STD_TORCH_CHECK(n >= 1, op, ": every width must be at least 1");
+  return s;
+}
+
+template <typename T>
+constexpr ScalarType scalar_type() {
+  return sizeof(T) == 8 ? ScalarType::Double : ScalarType::Float;
+}
+
+// Parameters in the type of computation.
+template <typename T>
+Tensor parameter(const Tensor& x) {
+  return x.scalar_type() == scalar_type<T>() ? x : torch::stable::to(x, scalar_type<T>());
+}
+
+std::vector<std::vector<int64_t>> matrix_shapes(const Shape& s) {
+  std::vector<std::vector<int64_t>> shapes;
+  for (int64_t i = 1; i <= s.L(); ++i) {
+    if (i == s.L()) {
+      shapes.push_back({s.e * s.n_L(), 3 * s.n_L() * s.d});
+      shapes.push_back({s.e * s.n_L(), s.readout_columns()});
+    } else {
+      shapes.push_back(i == 1 ? std::vector<int64_t>{s.e * s.n_0(), s.hidden_columns(1)}
+                              : std::vector<int64_t>{s.e, 3 * s.d});
+      shapes.push_back({s.e, s.hidden_columns(i)});
+    }
   }
-  return {};
+  return shapes;
+}
+
+template <typename T>
+Pointers<const T> parameters(const char* op, const std::vector<Tensor>& matrices,
+                             const std::vector<std::vector<int64_t>>& shapes, ScalarType dtype) {
+  STD_TORCH_CHECK(matrices.size() == shapes.size(), op, ": expected ", shapes.size(), " matrices; found ",
+                  matrices.size());
+  Pointers<const T> pointers;
+  for (size_t k = 0; k < shapes.size(); ++k) {
+    check(matrices[k], op, "matrices", k, shapes[k], dtype);
+    pointers.add(parameter<T>(matrices[k]));
+  }
+  return pointers;
+}
+
+std::vector<int64_t> psi_shape(const Shape& s, bool equivariant) {
+  return {equivariant ? s.num_pairs() : s.L(), s.n_0() + 1, s.n_L(), s.d};
+}
+
+// -> new weights, new biases, saved
+std::vector<Tensor> equivariant(std::vector<Tensor> weights, std::vector<Tensor> biases, std::vector<Tensor> matrices,
+                                Tensor psi, int64_t out_channels) {
+  const char* op = "magep_fast::equivariant";
+  const Shape s = shape_of(op, weights, biases, out_channels);
+  const ScalarType dtype = weights[0].scalar_type();
+  return with_types(dtype, op, [&](auto storage, auto compute) {
+    using S = decltype(storage);
+    using T = decltype(compute);
+    check(psi, op, "psi", 0, psi_shape(s, true), dtype);
+    const auto phi = parameters<T>(op, matrices, matrix_shapes(s), dtype);
+    Pointers<const T> connections;
+    connections.add(parameter<T>(psi));
+    Pointers<const S> W, b;
+    std::vector<Tensor> results;
+    std::vector<S*> W_out, b_out;
+    for (int64_t i = 1; i <= s.L(); ++i) {
+      W.add(weights[i - 1]);
+      b.add(biases[i - 1]);
+      results.push_back(torch::stable::new_empty(weights[0], {s.B, s.e, s.n[i], s.n[i - 1]}));
+      W_out.push_back(static_cast<S*>(results.back().mutable_data_ptr()));
+    }
+    for (int64_t i = 1; i <= s.L(); ++i) {
+      results.push_back(torch::stable::new_empty(weights[0], {s.B, s.e, s.n[i]}));
+      b_out.push_back(static_cast<S*>(results.back().mutable_data_ptr()));
+    }
+    results.push_back(
+        torch::stable::new_empty(weights[0], {s.B, magep::saved_size(s, true)}, scalar_type<T>()));
+    if (s.B > 0)
+      magep::kernels().of<S, T>().equivariant_forward(s, W.get(), b.get(), phi.get(), connections.data[0],
+                                                      W_out.data(), b_out.data(),
+                                                      static_cast<T*>(results.back().mutable_data_ptr()),
+                                                      torch_threads());
+    return results;
+  });
+}
+
+// -> gradients of weights, biases, matrices, psi
+std::vector<Tensor> equivariant_backward(std::vector<Tensor> grads, std::vector<Tensor> weights,
+                                         std::vector<Tensor> biases, std::vector<Tensor> matrices, Tensor psi,
+                                         Tensor saved, int64_t out_channels) {
+  const char* op = "magep_fast::equivariant_backward";
+  const Shape s = shape_of(op, weights, biases, out_channels);
+  const ScalarType dtype = weights[0].scalar_type();
+  const auto L = static_cast<size_t>(s.L());
+  STD_TORCH_CHECK(grads.size() == 2 * L, op, ": expected ", 2 * L, " gradients; found ", grads.size());
+  return with_types(dtype, op, [&](auto storage, auto compute) {
+    using S = decltype(storage);
+    using T = decltype(compute);
+    check(psi, op, "psi", 0, psi_shape(s, true), dtype);
+    check(saved, op, "saved", 0, {s.B, magep::saved_size(s, true)}, scalar_type<T>());
+    const auto phi = parameters<T>(op, matrices, matrix_shapes(s), dtype);
+    Pointers<const T> connections;
+    connections.add(parameter<T>(psi));
+    Pointers<const S> W, b, W_out_bar, b_out_bar;
+    std::vector<Tensor> results;
+    std::vector<S*> W_bar, b_bar;
+    std::vector<T*> phi_bar;
+    for (size_t i = 0; i < L; ++i) {
+      check(grads[i], op, "grads", i, {s.B, s.e, s.n[i + 1], s.n[i]}, dtype);
+      check(grads[L + i], op, "grads", L + i, {s.B, s.e, s.n[i + 1]}, dtype);
+      W.add(weights[i]);
+      b.add(biases[i]);
+      W_out_bar.add(grads[i]);
+      b_out_bar.add(grads[L + i]);
+      results.push_back(torch::stable::new_empty(weights[0], {s.B, s.d, s.n[i + 1], s.n[i]}));
+      W_bar.push_back(static_cast<S*>(results.back().mutable_data_ptr()));
+    }
+    for (size_t i = 0; i < L; ++i) {
+      results.push_back(torch::stable::new_empty(weights[0], {s.B, s.d, s.n[i + 1]}));
+      b_bar.push_back(static_cast<S*>(results.back().mutable_data_ptr()));
+    }
+    for (const auto& shape : matrix_shapes(s)) {
+      results.push_back(torch::stable::new_empty(weights[0], shape, scalar_type<T>()));
+      phi_bar.push_back(static_cast<T*>(results.back().mutable_data_ptr()));
+    }
+    results.push_back(torch::stable::new_empty(weights[0], psi_shape(s, true), scalar_type<T>()));
+    if (s.B > 0) {
+      magep::kernels().of<S, T>().equivariant_backward(
+          s, W_out_bar.get(), b_out_bar.get(), W.get(), b.get(), phi.get(), connections.data[0],
+          static_cast<const T*>(saved.const_data_ptr()), W_bar.data(), b_bar.data(), phi_bar.data(),
+          static_cast<T*>(results.back().mutable_data_ptr()), torch_threads());
+    } else {
+      for (size_t k = 2 * L; k < results.size(); ++k) torch::stable::zero_(results[k]);
+    }
+    if (dtype != scalar_type<T>())
+      for (size_t k = 2 * L; k < results.size(); ++k) results[k] = torch::stable::to(results[k], dtype);
+    return results;
+  });
+}
+
+// The invariant layer's connections are (L, 0), then the traces' (1, 1) ... (L - 1, L - 1); the kernels number the pairs
+// of the equivariant layer.
+template <typename T>
+std::vector<T> spread_psi(const Shape& s, const T* psi) {
+  const int64_t size = (s.n_0() + 1) * s.n_L() * s.d;
+  std::vector<T> all(s.num_pairs() * size);
+  std::copy(psi, psi + size, all.data() + s.pair_to_input(s.L()) * size);
+  std::copy(psi + size, psi + s.L() * size, all.data() + s.pair_of_trace(1) * size);
+  return all;
+}
+
+// -> out, saved
+std::vector<Tensor> invariant(std::vector<Tensor> weights, std::vector<Tensor> biases, Tensor matrix, Tensor psi,
+                              int64_t out_features) {
+  const char* op = "magep_fast::invariant";
+  const Shape s = shape_of(op, weights, biases, out_features);
+  const ScalarType dtype = weights[0].scalar_type();
+  return with_types(dtype, op, [&](auto storage, auto compute) {
+    using S = decltype(storage);
+    using T = decltype(compute);
+    check(psi, op, "psi", 0, psi_shape(s, false), dtype);
+    check(matrix, op, "matrix", 0, {s.e, s.readout_columns()}, dtype);
+    Pointers<const T> phi;
+    phi.add(parameter<T>(matrix));
+    phi.add(parameter<T>(psi));
+    Pointers<const S> W, b;
+    for (int64_t i = 0; i < s.L(); ++i) {
+      W.add(weights[i]);
+      b.add(biases[i]);
+    }
+    std::vector<Tensor> results{
+        torch::stable::new_empty(weights[0], {s.B, s.e}),
+        torch::stable::new_empty(weights[0], {s.B, magep::saved_size(s, false)}, scalar_type<T>())};
+    if (s.B > 0)
+      magep::kernels().of<S, T>().invariant_forward(s, W.get(), b.get(), phi.data[0],
+                                                    spread_psi(s, phi.data[1]).data(),
+                                                    static_cast<S*>(results[0].mutable_data_ptr()),
+                                                    static_cast<T*>(results[1].mutable_data_ptr()), torch_threads());
+    return results;
+  });
+}
+
+// -> gradients of weights, biases, matrix, psi
+std::vector<Tensor> invariant_backward(Tensor grad, std::vector<Tensor> weights, std::vector<Tensor> biases,
+                                       Tensor matrix, Tensor psi, Tensor saved) {
+  const char* op = "magep_fast::invariant_backward";
+  const Shape s = shape_of(op, weights, biases, matrix.size(0));
+  const ScalarType dtype = weights[0].scalar_type();
+  const auto L = static_cast<size_t>(s.L());
+  return with_types(dtype, op, [&](auto storage, auto compute) {
+    using S = decltype(storage);
+    using T = decltype(compute);
+    check(grad, op, "grad", 0, {s.B, s.e}, dtype);
+    check(psi, op, "psi", 0, psi_shape(s, false), dtype);
+    check(matrix, op, "matrix", 0, {s.e, s.readout_columns()}, dtype);
+    check(saved, op, "saved", 0, {s.B, magep::saved_size(s, false)}, scalar_type<T>());
+    Pointers<const T> phi;
+    phi.add(parameter<T>(matrix));
+    phi.add(parameter<T>(psi));
+    Pointers<const S> W, b, out_bar;
+    out_bar.add(grad);
+    std::vector<Tensor> results;
+    std::vector<S*> W_bar, b_bar;
+    for (size_t i = 0; i < L; ++i) {
+      W.add(weights[i]);
+      b.add(biases[i]);
+      results.push_back(torch::stable::new_empty(weights[0], {s.B, s.d, s.n[i + 1], s.n[i]}));
+      W_bar.push_back(static_cast<S*>(results.back().mutable_data_ptr()));
+    }
+    for (size_t i = 0; i < L; ++i) {
+      results.push_back(torch::stable::new_empty(weights[0], {s.B, s.d, s.n[i + 1]}));
+      b_bar.push_back(static_cast<S*>(results.back().mutable_data_ptr()));
+    }
+    results.push_back(torch::stable::new_empty(weights[0], {s.e, s.readout_columns()}, scalar_type<T>()));
+    results.push_back(torch::stable::new_empty(weights[0], psi_shape(s, false), scalar_type<T>()));
+    if (s.B > 0) {
+      std::vector<T> psi_bar(s.psi_size());
+      magep::kernels().of<S, T>().invariant_backward(
+          s, out_bar.data[0], W.get(), b.get(), phi.data[0], spread_psi(s, phi.data[1]).data(),
+          static_cast<const T*>(saved.const_data_ptr()), W_bar.data(), b_bar.data(),
+          static_cast<T*>(results[2 * L].mutable_data_ptr()), psi_bar.data(), torch_threads());
+      const int64_t size = (s.n_0() + 1) * s.n_L() * s.d;
+      T* out = static_cast<T*>(results[2 * L + 1].mutable_data_ptr());
+      const T *to_input = psi_bar.data() + s.pair_to_input(s.L()) * size,
+              *traces = psi_bar.data() + s.pair_of_trace(1) * size;
+      std::copy(to_input, to_input + size, out);
+      std::copy(traces, traces + (s.L() - 1) * size, out + size);
+    } else {
+      for (size_t k = 2 * L; k < results.size(); ++k) torch::stable::zero_(results[k]);
+    }
+    if (dtype != scalar_type<T>())
+      for (size_t k = 2 * L; k < results.size(); ++k) results[k] = torch::stable::to(results[k], dtype);
+    return results;
+  });
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(magep_fast, m) { m.def("chain(Tensor[] weights) -> Tensor[]"); }
+STABLE_TORCH_LIBRARY(magep_fast, m) {
+  m.def("equivariant(Tensor[] weights, Tensor[] biases, Tensor[] matrices, Tensor psi, int out_channels) -> Tensor[]");
+  m.def(
+      "equivariant_backward(Tensor[] grads, Tensor[] weights, Tensor[] biases, Tensor[] matrices, Tensor psi, "
+      "Tensor saved, int out_channels) -> Tensor[]");
+  m.def("invariant(Tensor[] weights, Tensor[] biases, Tensor matrix, Tensor psi, int out_features) -> Tensor[]");
+  m.def(
+      "invariant_backward(Tensor grad, Tensor[] weights, Tensor[] biases, Tensor matrix, Tensor psi, Tensor saved) "
+      "-> Tensor[]");
+}
 
-STABLE_TORCH_LIBRARY_IMPL(magep_fast, CPU, m) { m.impl("chain", TORCH_BOX(&chain_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(magep_fast, CPU, m) {
+  m.impl("equivariant", TORCH_BOX(&equivariant));
+  m.impl("equivariant_backward", TORCH_BOX(&equivariant_backward));
+  m.impl("invariant", TORCH_BOX(&invariant));
+  m.impl("invariant_backward", TORCH_BOX(&invariant_backward));
+}

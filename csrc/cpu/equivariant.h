@@ -71,7 +71,7 @@ struct EquivariantCall {
     const T* G = saved + x.at.G0[i];
     T* G_bar = grad + x.at.G0[i];
     for (int64_t r = 0; r < rows; ++r) {
-      const T *from = bar + r * c * d, *last = from + (c - 1) * d, *WW = phi + r * K + n_0 * d, *bW = WW + n_0 * d;
+      const T *from = bar + r * c * d, *last = from + (c - 1) * d;
       T *row = phi_bar + r * K, *WW_bar = row + n_0 * d, *bW_bar = WW_bar + n_0 * d;
       add(n_0 * d, from, row);
       add(i * d, from + n_0 * d, bW_bar + n_0 * d);
@@ -383,17 +383,16 @@ void equivariant_backward(const Shape& s, const S* const* W_out_bar, const S* co
   const Layout at(s, true);
   const EquivariantCall<S, T> call{{s, at, W, b, psi}, matrices, parallel};
   const Accumulator sums(s);
-  const Features f(s);
   const int64_t L = s.L(), d = s.d, K = s.readout_columns(), stride = at.size + K, rows = s.e * s.n_L();
   const int64_t need = call.scratch_size();
   const bool by_network = s.B >= parallel.threads;
   const int64_t chunks = parallel.chunks(by_network ? s.B : s.B * std::max(L, d));
   const int64_t slots = by_network ? chunks : s.B;
   thread_local std::vector<T> memory;
-  memory.resize(chunks * sums.size + slots * at.size + 3 * s.B * K + s.B * rows);
+  memory.resize(chunks * sums.size + slots * at.size + 2 * s.B * K + s.B * rows);
   T* accumulators = memory.data();
   T* grads = accumulators + chunks * sums.size;
-  T *F = grads + slots * at.size, *F_bar = F + s.B * K, *F_own_bar = F_bar + s.B * K, *bar = F_own_bar + s.B * K;
+  T *F = grads + slots * at.size, *F_bar = F + s.B * K, *bar = F_bar + s.B * K;
 
   for (int64_t net = 0; net < s.B; ++net)
     std::memcpy(F + net * K, saved + net * stride + at.size, K * sizeof(T));

@@ -6,15 +6,9 @@
 #include <type_traits>
 
 #include "simd.h"
+#include "storage_types.h"
 
 namespace magep {
-
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  uint16_t bits;
-};
 
 namespace MAGEP_ISA {
 

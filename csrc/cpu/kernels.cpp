@@ -1,0 +1,24 @@
+// Compiled once per instruction set: MAGEP_ISA names the namespace, the compiler flags do the rest.
+#include "kernels.h"
+
+#include "equivariant.h"
+#include "invariant.h"
+
+#define MAGEP_STRING2(x) #x
+#define MAGEP_STRING(x) MAGEP_STRING2(x)
+
+namespace magep {
+namespace MAGEP_ISA {
+
+template <typename S, typename T>
+constexpr Kernels<S, T> entries() {
+  return {&equivariant_forward<S, T>, &equivariant_backward<S, T>, &invariant_forward<S, T>,
+          &invariant_backward<S, T>};
+}
+
+extern const KernelTable table;
+const KernelTable table{MAGEP_STRING(MAGEP_ISA), entries<float, float>(), entries<double, double>(),
+                        entries<BFloat16, float>(), entries<Float16, float>()};
+
+}  // namespace MAGEP_ISA
+}  // namespace magep

@@ -1,0 +1,59 @@
+// The entry points of the CPU kernels, one table for each instruction set, chosen when first used.
+#pragma once
+
+#include "layout.h"
+#include "storage_types.h"
+
+namespace magep {
+
+// S is how tensors of features are stored, T what is computed with and how parameters come.
+template <typename S, typename T>
+struct Kernels {
+  void (*equivariant_forward)(const Shape&, const S* const* W, const S* const* b, const T* const* matrices,
+                              const T* psi, S* const* W_out, S* const* b_out, T* saved, const Parallel&);
+  void (*equivariant_backward)(const Shape&, const S* const* W_out_bar, const S* const* b_out_bar, const S* const* W,
+                               const S* const* b, const T* const* matrices, const T* psi, const T* saved,
+                               S* const* W_bar, S* const* b_bar, T* const* matrices_bar, T* psi_bar, const Parallel&);
+  void (*invariant_forward)(const Shape&, const S* const* W, const S* const* b, const T* matrix, const T* psi, S* out,
+                            T* saved, const Parallel&);
+  void (*invariant_backward)(const Shape&, const S* out_bar, const S* const* W, const S* const* b, const T* matrix,
+                             const T* psi, const T* saved, S* const* W_bar, S* const* b_bar, T* matrix_bar, T* psi_bar,
+                             const Parallel&);
+};
+
+struct KernelTable {
+  const char* isa;
+  Kernels<float, float> f32;
+  Kernels<double, double> f64;
+  Kernels<BFloat16, float> bf16;
+  Kernels<Float16, float> f16;
+
+  template <typename S, typename T>
+  const Kernels<S, T>& of() const;
+};
+
+template <>
+inline const Kernels<float, float>& KernelTable::of() const {
+  return f32;
+}
+template <>
+inline const Kernels<double, double>& KernelTable::of() const {
+  return f64;
+}
+template <>
+inline const Kernels<BFloat16, float>& KernelTable::of() const {
+  return bf16;
+}
+template <>
+inline const Kernels<Float16, float>& KernelTable::of() const {
+  return f16;
+}
+
+// Numbers the forward pass keeps per network for the backward pass.
+int64_t saved_size(const Shape& shape, bool equivariant);
+
+// The table for this processor, or the one MAGEP_FAST_ISA (avx512, avx2, portable) asks for; throws std::runtime_error
+// if that is unknown or not supported here.
+const KernelTable& kernels();
+
+}  // namespace magep
