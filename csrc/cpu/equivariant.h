@@ -21,6 +21,12 @@ struct Tile {
   int64_t ld() const { return (size() + 31) / 32 * 32 + 16; }
 };
 
+// Networks begin ... end - 1, which a thread takes through the layers together.
+struct Group {
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
+};
+
 template <typename S, typename T>
 struct EquivariantCall {
   Network<S, T> x;
@@ -31,20 +37,25 @@ struct EquivariantCall {
   const T* weight_matrix(int64_t i) const { return matrices[2 * i - 2]; }
   const T* bias_matrix(int64_t i) const { return matrices[2 * i - 1]; }
 
+  // Networks in a group: as many as keep the group's intermediates within a few megabytes, eight at most.
+  int64_t group_size() const {
+    const int64_t bytes = x.at.size * static_cast<int64_t>(sizeof(T));
+    return std::max<int64_t>(1, std::min<int64_t>(8, (2 << 20) / bytes));
+  }
+
   int64_t scratch_size() const {
     const Shape& s = x.s;
-    const int64_t n_0 = s.n_0(), n_L = s.n_L(), wide = widest(s) + 16, L = s.L();
+    const int64_t n_0 = s.n_0(), n_L = s.n_L(), wide = widest(s) + 16, L = s.L(), group = group_size();
     const int64_t rows = s.e * (n_0 + 1);
-    const int64_t hidden = 2 * rows * s.d * s.columns(L) + s.d * s.columns(L) * wide + 2 * rows * wide +
-                           (n_0 + 1) * n_0 * s.d;
+    const int64_t hidden = 2 * rows * s.d * s.columns(L) + group * s.d * s.columns(L) * wide + rows * wide;
     int64_t middle = 0;
     for (int64_t i = 2; i < L; ++i) {
       const Tile tile(s, i, sizeof(T));
       middle = std::max(middle, (6 * s.d + 3 * s.e + 16) * tile.ld() + 2 * s.d * (s.rank() + 1) * wide);
     }
-    const int64_t last = 2 * s.e * n_L * s.d * (n_0 + 1) + (n_L + n_0 + 1) * s.d * wide + 2 * s.e * n_L * wide +
-                         2 * s.readout_columns() + L * n_L * s.d;
-    return hidden + middle + last + chain_scratch<S, T>(s) + 1024;
+    const int64_t last = 2 * s.e * n_L * s.d * (n_0 + 1) + group * (n_L + n_0 + 1) * s.d * wide + s.e * n_L * wide +
+                         L * n_L * s.d;
+    return std::max({hidden, middle, last, chain_scratch<S, T>(s)}) + 2048;
   }
 
   // --- hidden layers: the bias, and for i = 1 the weights, are one product with [A_i | b_i] ---
@@ -55,13 +66,12 @@ struct EquivariantCall {
     const int64_t n_0 = s.n_0(), d = s.d, K = s.hidden_columns(i), c = s.columns(i);
     const T* G = saved + x.at.G0[i];
     for (int64_t r = 0; r < rows; ++r) {
-      const T *row = phi + r * K, *WW = row + n_0 * d, *bW = WW + n_0 * d, *rest = bW + n_0 * d;
-      T* to = out + r * c * d;
-      std::memcpy(to, row, n_0 * d * sizeof(T));
-      std::memcpy(to + n_0 * d, rest, i * d * sizeof(T));
-      lane_gemm<T>(d, 1, n_0, n_0, {WW, 1, 1}, {G, 1, n_0}, {to, 1, 1}, true);
-      lane_gemm<T>(d, 1, 1, n_0, {bW, 1, 1}, {G + n_0 * n_0 * d, 1, 1}, {to + (c - 1) * d, 1, 1}, true);
+      std::memcpy(out + r * c * d, phi + r * K, n_0 * d * sizeof(T));
+      std::memcpy(out + (r * c + n_0) * d, phi + r * K + 3 * n_0 * d, i * d * sizeof(T));
     }
+    lane_gemm<T>(d, rows, n_0, n_0, {phi + n_0 * d, K / d, 1}, {G, 1, n_0}, {out, c, 1}, true);
+    lane_gemm<T>(d, rows, 1, n_0, {phi + 2 * n_0 * d, K / d, 1}, {G + n_0 * n_0 * d, 1, 1}, {out + (c - 1) * d, c, 1},
+                 true);
   }
 
   void coefficients_backward(int64_t i, int64_t rows, const T* phi, const T* bar, const T* saved, T* grad,
@@ -71,67 +81,94 @@ struct EquivariantCall {
     const T* G = saved + x.at.G0[i];
     T* G_bar = grad + x.at.G0[i];
     for (int64_t r = 0; r < rows; ++r) {
-      const T *from = bar + r * c * d, *last = from + (c - 1) * d;
-      T *row = phi_bar + r * K, *WW_bar = row + n_0 * d, *bW_bar = WW_bar + n_0 * d;
-      add(n_0 * d, from, row);
-      add(i * d, from + n_0 * d, bW_bar + n_0 * d);
-      lane_gemm<T>(d, 1, n_0, n_0, {from, 1, 1}, {G, n_0, 1}, {WW_bar, 1, 1}, true);
-      for (int64_t q = 0; q < n_0; ++q) add_product(d, last, G + (n_0 * n_0 + q) * d, bW_bar + q * d);
+      add(n_0 * d, bar + r * c * d, phi_bar + r * K);
+      add(i * d, bar + (r * c + n_0) * d, phi_bar + r * K + 3 * n_0 * d);
     }
+    lane_gemm<T>(d, rows, n_0, n_0, {bar, c, 1}, {G, n_0, 1}, {phi_bar + n_0 * d, K / d, 1}, true);
+    lane_gemm<T>(d, rows, n_0, 1, {bar + (c - 1) * d, c, 1}, {G + n_0 * n_0 * d, 1, 1},
+                 {phi_bar + 2 * n_0 * d, K / d, 1}, true);
     // G_bar[q', q] += sum_r bar[r, q'] Phi_WW[r, q];  g_bar[q] += sum_r bar[r, last] Phi_bW[r, q]
     lane_gemm<T>(d, n_0, n_0, rows, {bar, 1, c}, {phi + n_0 * d, K / d, 1}, {G_bar, n_0, 1}, true);
     lane_gemm<T>(d, 1, n_0, rows, {bar + (c - 1) * d, 1, c}, {phi + 2 * n_0 * d, K / d, 1},
                  {G_bar + n_0 * n_0 * d, 1, 1}, true);
   }
 
-  void hidden_forward(int64_t net, int64_t i, const T* saved, S* const* W_out, S* const* b_out,
+  // Rows of a matrix of coefficients that stay in the second-level cache, with what is made from them, while the
+  // networks of a group meet them one after the other; a multiple of `unit`.
+  static int64_t row_block_size(int64_t rows, int64_t columns, int64_t unit) {
+    const int64_t fit = (96 << 10) / (columns * static_cast<int64_t>(sizeof(T)));
+    return std::min(rows, std::max<int64_t>(1, fit / unit) * unit);
+  }
+
+  void hidden_forward(Group group, int64_t i, const T* saved, int64_t stride, S* const* W_out, S* const* b_out,
                       Scratch<T> scratch) const {
     const Shape& s = x.s;
-    const int64_t n_0 = s.n_0(), n = s.n[i], inner = s.columns(i) * s.d;
+    const int64_t n_0 = s.n_0(), n = s.n[i], inner = s.columns(i) * s.d, K = s.hidden_columns(i);
     const Section& a = x.at.A[i];
     T* product = scratch.take(s.e * (n_0 + 1) * n);
     T* coefficient = scratch.take(s.e * (n_0 + 1) * inner);
-    coefficients(i, s.e, bias_matrix(i), saved, coefficient);
-    gemm<T>(s.e, n, inner, {coefficient, inner, 1}, saved + a.offset, a.ld, product, n, false);
-    store_row(product, s.e * n, b_out[i - 1] + net * s.e * n);
+    const auto blocks = [&](const T* phi, int64_t all, int64_t unit, auto&& store) {
+      const int64_t size = row_block_size(all, K, unit);
+      for (int64_t row = 0; row < all; row += size) {
+        const int64_t rows = std::min(size, all - row);
+        for (int64_t net = group.begin; net < group.end; ++net) {
+          const T* own = saved + net * stride;
+          coefficients(i, rows, phi + row * K, own, coefficient);
+          gemm<T>(rows, n, inner, {coefficient, inner, 1}, own + a.offset, a.ld, product, n, false);
+          store(net, row, rows);
+        }
+      }
+    };
+    blocks(bias_matrix(i), s.e, 1, [&](int64_t net, int64_t row, int64_t rows) {
+      store_row(product, rows * n, b_out[i - 1] + (net * s.e + row) * n);
+    });
     if (i != 1) return;
-    coefficients(1, s.e * n_0, weight_matrix(1), saved, coefficient);
-    gemm<T>(s.e * n_0, n, inner, {coefficient, inner, 1}, saved + a.offset, a.ld, product, n, false);
-    S* out = W_out[0] + net * s.e * n * n_0;
-    for (int64_t e = 0; e < s.e; ++e)
-      for (int64_t j = 0; j < n; ++j)
-        for (int64_t k = 0; k < n_0; ++k) store_one(product[(e * n_0 + k) * n + j], out[(e * n + j) * n_0 + k]);
+    blocks(weight_matrix(1), s.e * n_0, n_0, [&](int64_t net, int64_t row, int64_t rows) {
+      S* out = W_out[0] + (net * s.e * n_0 + row) * n;
+      for (int64_t e = 0; e < rows / n_0; ++e)
+        for (int64_t j = 0; j < n; ++j)
+          for (int64_t k = 0; k < n_0; ++k) store_one(product[(e * n_0 + k) * n + j], out[(e * n + j) * n_0 + k]);
+    });
   }
 
-  void hidden_backward_part(int64_t i, int64_t rows, const T* phi, const T* bar, const T* A_transposed, const T* saved,
-                            T* grad, T* phi_bar, Scratch<T> scratch) const {
+  // grads: [networks of the group][layout.size].
+  void hidden_backward(Group group, int64_t i, const S* W_bar, const S* b_bar, const T* saved, int64_t stride,
+                       T* grads, T* weight_matrix_bar, T* bias_matrix_bar, Scratch<T> scratch) const {
     const Shape& s = x.s;
-    const int64_t n = s.n[i], inner = s.columns(i) * s.d;
+    const int64_t n_0 = s.n_0(), n = s.n[i], inner = s.columns(i) * s.d, K = s.hidden_columns(i);
     const Section& a = x.at.A[i];
-    T* coefficient = scratch.take(rows * inner);
-    T* coefficient_bar = scratch.take(rows * inner);
-    coefficients(i, rows, phi, saved, coefficient);
-    gemm<T>(rows, inner, n, {bar, n, 1}, A_transposed, inner, coefficient_bar, inner, false);
-    gemm<T>(inner, n, rows, {coefficient, 1, inner}, bar, n, grad + a.offset, a.ld, true);
-    coefficients_backward(i, rows, phi, coefficient_bar, saved, grad, phi_bar);
-  }
-
-  void hidden_backward(int64_t net, int64_t i, const S* W_bar, const S* b_bar, const T* saved, T* grad,
-                       T* weight_matrix_bar, T* bias_matrix_bar, Scratch<T> scratch) const {
-    const Shape& s = x.s;
-    const int64_t n_0 = s.n_0(), n = s.n[i], inner = s.columns(i) * s.d;
-    const Section& a = x.at.A[i];
-    T* A_transposed = scratch.take(inner * n);
-    transpose<T>(inner, n, saved + a.offset, a.ld, A_transposed, inner);
+    T* transposed = scratch.take(group.size() * inner * n);
+    for (int64_t net = group.begin; net < group.end; ++net)
+      transpose<T>(inner, n, saved + net * stride + a.offset, a.ld, transposed + (net - group.begin) * inner * n, inner);
     T* bar = scratch.take(s.e * (n_0 + 1) * n);
-    load_row(b_bar + net * s.e * n, s.e * n, bar);
-    hidden_backward_part(i, s.e, bias_matrix(i), bar, A_transposed, saved, grad, bias_matrix_bar, scratch);
+    T* coefficient = scratch.take(s.e * (n_0 + 1) * inner);
+    T* coefficient_bar = scratch.take(s.e * (n_0 + 1) * inner);
+    const auto blocks = [&](const T* phi, T* phi_bar, int64_t all, int64_t unit, auto&& load) {
+      const int64_t size = row_block_size(all, K, unit);
+      for (int64_t row = 0; row < all; row += size) {
+        const int64_t rows = std::min(size, all - row);
+        for (int64_t net = group.begin; net < group.end; ++net) {
+          const T* own = saved + net * stride;
+          T* grad = grads + (net - group.begin) * x.at.size;
+          load(net, row, rows);
+          coefficients(i, rows, phi + row * K, own, coefficient);
+          gemm<T>(rows, inner, n, {bar, n, 1}, transposed + (net - group.begin) * inner * n, inner, coefficient_bar,
+                  inner, false);
+          gemm<T>(inner, n, rows, {coefficient, 1, inner}, bar, n, grad + a.offset, a.ld, true);
+          coefficients_backward(i, rows, phi + row * K, coefficient_bar, own, grad, phi_bar + row * K);
+        }
+      }
+    };
+    blocks(bias_matrix(i), bias_matrix_bar, s.e, 1, [&](int64_t net, int64_t row, int64_t rows) {
+      load_row(b_bar + (net * s.e + row) * n, rows * n, bar);
+    });
     if (i != 1) return;
-    const S* from = W_bar + net * s.e * n * n_0;
-    for (int64_t e = 0; e < s.e; ++e)
-      for (int64_t j = 0; j < n; ++j)
-        for (int64_t k = 0; k < n_0; ++k) bar[(e * n_0 + k) * n + j] = load_one<S, T>(from[(e * n + j) * n_0 + k]);
-    hidden_backward_part(1, s.e * n_0, weight_matrix(1), bar, A_transposed, saved, grad, weight_matrix_bar, scratch);
+    blocks(weight_matrix(1), weight_matrix_bar, s.e * n_0, n_0, [&](int64_t net, int64_t row, int64_t rows) {
+      const S* from = W_bar + (net * s.e * n_0 + row) * n;
+      for (int64_t e = 0; e < rows / n_0; ++e)
+        for (int64_t j = 0; j < n; ++j)
+          for (int64_t k = 0; k < n_0; ++k) bar[(e * n_0 + k) * n + j] = load_one<S, T>(from[(e * n + j) * n_0 + k]);
+    });
   }
 
   // --- middle layers: E(W)_i = Phi [W_i; WW; bW], the tiles of WW and bW made on the spot ---
@@ -174,8 +211,9 @@ struct EquivariantCall {
       gemm<T>(rows, columns, s.rank(), {l, 1, left.row_stride},
               saved + right.offset + channel * right.channel_stride + k, right.row_stride, tile + (s.d + channel) * ld,
               columns, false);
-      gemm<T>(rows, columns, 1, {b + channel * a.ld + j, 1, 0}, g + channel * r.ld + k, 0,
-              tile + (2 * s.d + channel) * ld, columns, false);
+      T* bW = tile + (2 * s.d + channel) * ld;
+      for (int64_t row = 0; row < rows; ++row)
+        scale(columns, b[channel * a.ld + j + row], g + channel * r.ld + k, bW + row * columns);
     }
   }
 
@@ -250,8 +288,10 @@ struct EquivariantCall {
         const T* bW_bar = data_bar + (d + channel) * ld;
         const T *b = saved + b_row + channel * a.ld + j, *g = saved + g_row + channel * r.ld + k;
         T *b_bar = grad + b_row + channel * a.ld + j, *g_bar = grad + g_row + channel * r.ld + k;
-        for (int64_t row = 0; row < rows; ++row) b_bar[row] += dot(columns, bW_bar + row * columns, g);
-        gemm<T>(1, columns, rows, {b, 0, 1}, bW_bar, columns, g_bar, columns, true);
+        for (int64_t row = 0; row < rows; ++row) {
+          b_bar[row] += dot(columns, bW_bar + row * columns, g);
+          add_scaled(columns, b[row], bW_bar + row * columns, g_bar);
+        }
       }
     });
     for (int64_t channel = 0; channel < d; ++channel)
@@ -263,54 +303,77 @@ struct EquivariantCall {
 
   // --- the last layer: E(W)_L = Phi_1 W_L + Y [Psi; psi] W_L with Y = [Phi_2 P_L | Phi_3 b_L], from the small side ---
 
-  void last_left(const T* saved, T* Y) const {
+  // Y = [Phi_2 P_L | Phi_3 b_L] for some rows of the matrix, [row][q][d].
+  void last_left(int64_t rows, const T* matrix, const T* saved, T* Y) const {
     const Shape& s = x.s;
-    const int64_t n_0 = s.n_0(), n_L = s.n_L(), d = s.d, K = 3 * n_L * d;
-    const T *PL = saved + x.at.PL, *matrix = weight_matrix(s.L());
-    lane_gemm<T>(d, s.e * n_L, n_0, n_L, {matrix + n_L * d, K / d, 1}, {PL, n_0, 1}, {Y, n_0 + 1, 1}, false);
-    lane_gemm<T>(d, s.e * n_L, 1, n_L, {matrix + 2 * n_L * d, K / d, 1}, {last_bias(saved), 1, 1},
+    const int64_t n_0 = s.n_0(), n_L = s.n_L(), d = s.d;
+    lane_gemm<T>(d, rows, n_0, n_L, {matrix + n_L * d, 3 * n_L, 1}, {saved + x.at.PL, n_0, 1}, {Y, n_0 + 1, 1}, false);
+    lane_gemm<T>(d, rows, 1, n_L, {matrix + 2 * n_L * d, 3 * n_L, 1}, {last_bias(saved), 1, 1},
                  {Y + n_0 * d, n_0 + 1, 1}, false);
   }
   // b_L with channels innermost, [p][d]: a block of the network's features, which follow `saved` in memory.
   const T* last_bias(const T* saved) const { return saved + x.at.size + Features(s()).b; }
 
-  void last_forward(int64_t net, const T* saved, S* W_out, Scratch<T> scratch) const {
+  void last_forward(Group group, const T* saved, int64_t stride, S* W_out, Scratch<T> scratch) const {
     const Shape& s = x.s;
-    const int64_t L = s.L(), n_L = s.n_L(), d = s.d, m = s.n[L - 1], rows = s.e * n_L, inner = d * (s.n_0() + 1);
+    const int64_t L = s.L(), n_L = s.n_L(), d = s.d, m = s.n[L - 1], all = s.e * n_L, inner = d * (s.n_0() + 1);
+    const int64_t K = 3 * n_L * d, size = row_block_size(all, K, 1);
     const Section &S_t = x.at.S[L - 1], &right = x.at.R[L];
-    T* Y = scratch.take(rows * inner);
-    T* product = scratch.take(rows * m);
-    last_left(saved, Y);
-    gemm<T>(rows, m, n_L * d, {weight_matrix(L), 3 * n_L * d, 1}, saved + S_t.offset, S_t.ld, product, m, false);
-    gemm<T>(rows, m, inner, {Y, inner, 1}, saved + right.offset, right.ld, product, m, true);
-    store_row(product, rows * m, W_out + net * rows * m);
+    T* Y = scratch.take(size * inner);
+    T* product = scratch.take(size * m);
+    for (int64_t row = 0; row < all; row += size) {
+      const int64_t rows = std::min(size, all - row);
+      const T* matrix = weight_matrix(L) + row * K;
+      for (int64_t net = group.begin; net < group.end; ++net) {
+        const T* own = saved + net * stride;
+        last_left(rows, matrix, own, Y);
+        gemm<T>(rows, m, n_L * d, {matrix, K, 1}, own + S_t.offset, S_t.ld, product, m, false);
+        gemm<T>(rows, m, inner, {Y, inner, 1}, own + right.offset, right.ld, product, m, true);
+        store_row(product, rows * m, W_out + (net * all + row) * m);
+      }
+    }
   }
 
-  void last_backward(int64_t net, const S* out_bar, const T* saved, T* grad, T* features_grad, T* matrix_bar,
+  void last_backward(Group group, const S* out_bar, const T* saved, int64_t stride, T* grads, T* F_bar, T* matrix_bar,
                      Scratch<T> scratch) const {
     const Shape& s = x.s;
-    const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L(), d = s.d, m = s.n[L - 1], rows = s.e * n_L;
-    const int64_t inner = d * (n_0 + 1), K = 3 * n_L * d;
+    const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L(), d = s.d, m = s.n[L - 1], all = s.e * n_L;
+    const int64_t inner = d * (n_0 + 1), K = 3 * n_L * d, size = row_block_size(all, K, 1);
     const Section &S_t = x.at.S[L - 1], &right = x.at.R[L];
-    const T *PL = saved + x.at.PL, *matrix = weight_matrix(L), *b = last_bias(saved);
-    T* Y = scratch.take(rows * inner);
-    T* Y_bar = scratch.take(rows * inner);
-    T* transposed = scratch.take(std::max(inner, n_L * d) * m);
-    T* bar = scratch.take(rows * m);
-    load_row(out_bar + net * rows * m, rows * m, bar);
-    last_left(saved, Y);
-    transpose<T>(n_L * d, m, saved + S_t.offset, S_t.ld, transposed, n_L * d);
-    gemm<T>(rows, n_L * d, m, {bar, m, 1}, transposed, n_L * d, matrix_bar, K, true);
-    gemm<T>(n_L * d, m, rows, {matrix, 1, K}, bar, m, grad + S_t.offset, S_t.ld, true);
-    transpose<T>(inner, m, saved + right.offset, right.ld, transposed, inner);
-    gemm<T>(rows, inner, m, {bar, m, 1}, transposed, inner, Y_bar, inner, false);
-    gemm<T>(inner, m, rows, {Y, 1, inner}, bar, m, grad + right.offset, right.ld, true);
-    // Phi_2_bar[r, p] += sum_q Y_bar[r, q] P[p, q];  P_bar[p, q] += sum_r Phi_2[r, p] Y_bar[r, q]; likewise Phi_3, b_L.
-    lane_gemm<T>(d, rows, n_L, n_0, {Y_bar, n_0 + 1, 1}, {PL, 1, n_0}, {matrix_bar + n_L * d, K / d, 1}, true);
-    lane_gemm<T>(d, n_L, n_0, rows, {matrix + n_L * d, 1, K / d}, {Y_bar, n_0 + 1, 1}, {grad + x.at.PL, n_0, 1}, true);
-    lane_gemm<T>(d, rows, n_L, 1, {Y_bar + n_0 * d, n_0 + 1, 1}, {b, 1, 1}, {matrix_bar + 2 * n_L * d, K / d, 1}, true);
-    lane_gemm<T>(d, n_L, 1, rows, {matrix + 2 * n_L * d, 1, K / d}, {Y_bar + n_0 * d, n_0 + 1, 1},
-                 {features_grad + Features(s).b, 1, 1}, true);
+    T* Y = scratch.take(size * inner);
+    T* Y_bar = scratch.take(size * inner);
+    T* bar = scratch.take(size * m);
+    T* W_transposed = scratch.take(group.size() * n_L * d * m);
+    T* right_transposed = scratch.take(group.size() * inner * m);
+    for (int64_t net = group.begin; net < group.end; ++net) {
+      const T* own = saved + net * stride;
+      const int64_t g = net - group.begin;
+      transpose<T>(n_L * d, m, own + S_t.offset, S_t.ld, W_transposed + g * n_L * d * m, n_L * d);
+      transpose<T>(inner, m, own + right.offset, right.ld, right_transposed + g * inner * m, inner);
+    }
+    for (int64_t row = 0; row < all; row += size) {
+      const int64_t rows = std::min(size, all - row);
+      const T* matrix = weight_matrix(L) + row * K;
+      T* to = matrix_bar + row * K;
+      for (int64_t net = group.begin; net < group.end; ++net) {
+        const int64_t g = net - group.begin;
+        const T *own = saved + net * stride, *PL = own + x.at.PL, *b = last_bias(own);
+        T* grad = grads + g * x.at.size;
+        load_row(out_bar + (net * all + row) * m, rows * m, bar);
+        last_left(rows, matrix, own, Y);
+        gemm<T>(rows, n_L * d, m, {bar, m, 1}, W_transposed + g * n_L * d * m, n_L * d, to, K, true);
+        gemm<T>(n_L * d, m, rows, {matrix, 1, K}, bar, m, grad + S_t.offset, S_t.ld, true);
+        gemm<T>(rows, inner, m, {bar, m, 1}, right_transposed + g * inner * m, inner, Y_bar, inner, false);
+        gemm<T>(inner, m, rows, {Y, 1, inner}, bar, m, grad + right.offset, right.ld, true);
+        // Phi_2_bar[r, p] += sum_q Y_bar[r, q] P[p, q];  P_bar[p, q] += sum_r Phi_2[r, p] Y_bar[r, q]; so Phi_3, b_L.
+        lane_gemm<T>(d, rows, n_L, n_0, {Y_bar, n_0 + 1, 1}, {PL, 1, n_0}, {to + n_L * d, 3 * n_L, 1}, true);
+        lane_gemm<T>(d, n_L, n_0, rows, {matrix + n_L * d, 1, 3 * n_L}, {Y_bar, n_0 + 1, 1}, {grad + x.at.PL, n_0, 1},
+                     true);
+        lane_gemm<T>(d, rows, n_L, 1, {Y_bar + n_0 * d, n_0 + 1, 1}, {b, 1, 1}, {to + 2 * n_L * d, 3 * n_L, 1}, true);
+        lane_gemm<T>(d, n_L, 1, rows, {matrix + 2 * n_L * d, 1, 3 * n_L}, {Y_bar + n_0 * d, n_0 + 1, 1},
+                     {F_bar + net * s.readout_columns() + Features(s).b, 1, 1}, true);
+      }
+    }
   }
 };
 
@@ -341,22 +404,26 @@ void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, c
   const auto chain = [&](int64_t net, int64_t channel, Scratch<T> scratch) {
     chain_forward(call.x, net, channel, true, saved + net * stride, scratch);
   };
-  const auto layer = [&](int64_t net, int64_t i, Scratch<T> scratch) {
-    T* own = saved + net * stride;
-    connect(call.x, i, own);
-    if (i < L) call.hidden_forward(net, i, own, W_out, b_out, scratch);
-    if (1 < i && i < L) call.middle_forward(net, i, own, W_out[i - 1], scratch);
-    if (i == L) {
-      features(call.x, own, own + at.size);
-      call.last_forward(net, own, W_out[L - 1], scratch);
+  const auto layer = [&](Group group, int64_t i, Scratch<T> scratch) {
+    for (int64_t net = group.begin; net < group.end; ++net) {
+      T* own = saved + net * stride;
+      connect(call.x, i, own);
+      if (i == L) features(call.x, own, own + at.size);
+      if (1 < i && i < L) call.middle_forward(net, i, own, W_out[i - 1], scratch);
     }
+    if (i < L)
+      call.hidden_forward(group, i, saved, stride, W_out, b_out, scratch);
+    else
+      call.last_forward(group, saved, stride, W_out[L - 1], scratch);
   };
   if (s.B >= parallel.threads) {
     parallel.split(s.B, [&](int64_t, int64_t begin, int64_t end) {
       Scratch<T> scratch = Scratch<T>::begin(need);
-      for (int64_t net = begin; net < end; ++net) {
-        for (int64_t channel = 0; channel < s.d; ++channel) chain(net, channel, scratch);
-        for (int64_t i = 1; i <= L; ++i) layer(net, i, scratch);
+      for (int64_t first = begin; first < end; first += call.group_size()) {
+        const Group group{first, std::min(end, first + call.group_size())};
+        for (int64_t net = group.begin; net < group.end; ++net)
+          for (int64_t channel = 0; channel < s.d; ++channel) chain(net, channel, scratch);
+        for (int64_t i = 1; i <= L; ++i) layer(group, i, scratch);
       }
     });
   } else {
@@ -366,7 +433,7 @@ void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, c
     });
     parallel.split(s.B * L, [&](int64_t, int64_t begin, int64_t end) {
       Scratch<T> scratch = Scratch<T>::begin(need);
-      for (int64_t task = begin; task < end; ++task) layer(task / L, task % L + 1, scratch);
+      for (int64_t task = begin; task < end; ++task) layer({task / L, task / L + 1}, task % L + 1, scratch);
     });
   }
   thread_local std::vector<T> F;
@@ -387,7 +454,7 @@ void equivariant_backward(const Shape& s, const S* const* W_out_bar, const S* co
   const int64_t need = call.scratch_size();
   const bool by_network = s.B >= parallel.threads;
   const int64_t chunks = parallel.chunks(by_network ? s.B : s.B * std::max(L, d));
-  const int64_t slots = by_network ? chunks : s.B;
+  const int64_t group_size = by_network ? call.group_size() : 1, slots = by_network ? chunks * group_size : s.B;
   thread_local std::vector<T> memory;
   memory.resize(chunks * sums.size + slots * at.size + 2 * s.B * K + s.B * rows);
   T* accumulators = memory.data();
@@ -399,17 +466,23 @@ void equivariant_backward(const Shape& s, const S* const* W_out_bar, const S* co
   load_row(b_out_bar[L - 1], s.B * rows, bar);
   readout_backward(s.B, rows, K, matrices[2 * L - 1], F, bar, F_bar, matrices_bar[2 * L - 1], parallel);
 
-  const auto layer = [&](int64_t net, int64_t i, T* grad, T* sum, Scratch<T> scratch) {
-    const T* own = saved + net * stride;
+  const auto layer = [&](Group group, int64_t i, T* group_grads, T* sum, Scratch<T> scratch) {
     if (i < L)
-      call.hidden_backward(net, i, W_out_bar[0], b_out_bar[i - 1], own, grad, sum + sums.matrices[0],
-                           sum + sums.matrices[2 * i - 1], scratch);
-    if (1 < i && i < L)
-      call.middle_backward(net, i, W_out_bar[i - 1], own, grad, W_bar[i - 1], sum + sums.matrices[2 * i - 2], scratch);
-    if (i == L) {
-      call.last_backward(net, W_out_bar[L - 1], own, grad, F_bar + net * K, sum + sums.matrices[2 * L - 2], scratch);
-      features_backward(call.x, own, own + at.size, F_bar + net * K, grad, sum + sums.psi, scratch);
+      call.hidden_backward(group, i, W_out_bar[0], b_out_bar[i - 1], saved, stride, group_grads,
+                           sum + sums.matrices[0], sum + sums.matrices[2 * i - 1], scratch);
+    else
+      call.last_backward(group, W_out_bar[L - 1], saved, stride, group_grads, F_bar, sum + sums.matrices[2 * L - 2],
+                         scratch);
+    for (int64_t net = group.begin; i == L && net < group.end; ++net) {
+      const T* own = saved + net * stride;
+      features_backward(call.x, own, own + at.size, F_bar + net * K, group_grads + (net - group.begin) * at.size,
+                        sum + sums.psi, scratch);
     }
+  };
+  const auto middle = [&](int64_t net, int64_t i, T* grad, T* sum, Scratch<T> scratch) {
+    if (1 < i && i < L)
+      call.middle_backward(net, i, W_out_bar[i - 1], saved + net * stride, grad, W_bar[i - 1],
+                           sum + sums.matrices[2 * i - 2], scratch);
   };
   const auto connections = [&](int64_t net, T* grad, T* sum) {
     for (int64_t i = 1; i <= L; ++i) connect_backward(call.x, i, saved + net * stride, grad, sum + sums.psi);
@@ -421,21 +494,30 @@ void equivariant_backward(const Shape& s, const S* const* W_out_bar, const S* co
   if (by_network) {
     parallel.split(s.B, [&](int64_t chunk, int64_t begin, int64_t end) {
       Scratch<T> scratch = Scratch<T>::begin(need);
-      T *sum = accumulators + chunk * sums.size, *grad = grads + chunk * at.size;
+      T *sum = accumulators + chunk * sums.size, *own_grads = grads + chunk * group_size * at.size;
       std::fill(sum, sum + sums.size, T(0));
-      for (int64_t net = begin; net < end; ++net) {
-        std::fill(grad, grad + at.size, T(0));
-        for (int64_t i = 1; i <= L; ++i) layer(net, i, grad, sum, scratch);
-        connections(net, grad, sum);
-        for (int64_t channel = 0; channel < d; ++channel) chain(net, channel, grad, sum, scratch);
+      for (int64_t first = begin; first < end; first += group_size) {
+        const Group group{first, std::min(end, first + group_size)};
+        std::fill(own_grads, own_grads + group.size() * at.size, T(0));
+        for (int64_t i = 1; i <= L; ++i) layer(group, i, own_grads, sum, scratch);
+        for (int64_t net = group.begin; net < group.end; ++net) {
+          T* grad = own_grads + (net - group.begin) * at.size;
+          for (int64_t i = 2; i < L; ++i) middle(net, i, grad, sum, scratch);
+          connections(net, grad, sum);
+          for (int64_t channel = 0; channel < d; ++channel) chain(net, channel, grad, sum, scratch);
+        }
       }
     });
   } else {
     std::fill(accumulators, F, T(0));
     parallel.split(s.B * L, [&](int64_t chunk, int64_t begin, int64_t end) {
       Scratch<T> scratch = Scratch<T>::begin(need);
-      for (int64_t task = begin; task < end; ++task)
-        layer(task / L, task % L + 1, grads + task / L * at.size, accumulators + chunk * sums.size, scratch);
+      T* sum = accumulators + chunk * sums.size;
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t net = task / L, i = task % L + 1;
+        layer({net, net + 1}, i, grads + net * at.size, sum, scratch);
+        middle(net, i, grads + net * at.size, sum, scratch);
+      }
     });
     for (int64_t net = 0; net < s.B; ++net) connections(net, grads + net * at.size, accumulators);
     parallel.split(s.B * d, [&](int64_t chunk, int64_t begin, int64_t end) {

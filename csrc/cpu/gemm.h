@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "simd.h"
 
@@ -15,7 +16,7 @@ constexpr int kMaxRows = 12;
 constexpr int kMaxRows = 6;
 #endif
 constexpr int kMaxVectors = 2;
-constexpr int64_t kInnerBlock = 512;  // rows of B per pass: two vectors of each fit the first-level cache
+constexpr int64_t kInnerBlock = 128;  // rows of B per pass: their pages fit the first-level TLB, their tiles the cache
 
 template <typename T>
 struct Operand {
@@ -99,35 +100,68 @@ inline void row_block(int rows, int64_t K, Operand<T> a, const T* b, int64_t ldb
 #undef MAGEP_ROWS
 }
 
+// Rows of A in blocks of nearly equal height: 20 rows are 5 + 5 + 5 + 5, not 6 + 6 + 6 + 2.
+struct RowBlocks {
+  int64_t rows, count;
+  explicit RowBlocks(int64_t rows) : rows(rows), count((rows + kMaxRows - 1) / kMaxRows) {}
+  int64_t begin(int64_t r) const { return rows * r / count; }
+  int size(int64_t r) const { return static_cast<int>(begin(r + 1) - begin(r)); }
+};
+
+// A product with all of K at once. `packed` says that each block of rows of A lies by itself, [k][rows of the block].
 template <typename T>
-void gemm(int64_t M, int64_t N, int64_t K, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc,
-          bool accumulate) {
+void gemm_panel(int64_t M, int64_t N, int64_t K, Operand<T> a, bool packed, const T* b, int64_t ldb, T* c, int64_t ldc,
+                bool accumulate) {
   constexpr int W = Simd<T>::kWidth;
-  // Rows in blocks of nearly equal height: 20 rows are 5 + 5 + 5 + 5, not 6 + 6 + 6 + 2.
-  const int64_t row_blocks = (M + kMaxRows - 1) / kMaxRows;
-  const auto block = [&](int64_t r, int64_t n, int64_t k, int64_t inner) {
-    const int64_t m = M * r / row_blocks;
-    const int rows = static_cast<int>(M * (r + 1) / row_blocks - m);
-    const Operand<T> left{a.data + m * a.row_stride + k * a.column_stride, a.row_stride, a.column_stride};
-    const T* right = b + k * ldb + n;
+  const RowBlocks blocks(M);
+  const auto block = [&](int64_t r, int64_t n) {
+    const int64_t m = blocks.begin(r);
+    const int rows = blocks.size(r);
+    const Operand<T> left =
+        packed ? Operand<T>{a.data + m * K, 1, rows} : Operand<T>{a.data + m * a.row_stride, a.row_stride, a.column_stride};
     T* out = c + m * ldc + n;
     const int64_t columns = std::min<int64_t>(N - n, kMaxVectors * W);
     if (columns > W)
-      row_block<T, 2>(rows, inner, left, right, ldb, out, ldc, accumulate || k > 0, static_cast<int>(columns - W));
+      row_block<T, 2>(rows, K, left, b + n, ldb, out, ldc, accumulate, static_cast<int>(columns - W));
     else
-      row_block<T, 1>(rows, inner, left, right, ldb, out, ldc, accumulate || k > 0, static_cast<int>(columns));
+      row_block<T, 1>(rows, K, left, b + n, ldb, out, ldc, accumulate, static_cast<int>(columns));
   };
+  // A B that stays in the first-level cache is swept once per block of rows, so that C is written in order; a larger
+  // one is taken column tile by column tile, each meeting all of A.
+  if (K * N * static_cast<int64_t>(sizeof(T)) <= (16 << 10)) {
+    for (int64_t r = 0; r < blocks.count; ++r)
+      for (int64_t n = 0; n < N; n += kMaxVectors * W) block(r, n);
+  } else {
+    for (int64_t n = 0; n < N; n += kMaxVectors * W)
+      for (int64_t r = 0; r < blocks.count; ++r) block(r, n);
+  }
+}
+
+template <typename T>
+void gemm(int64_t M, int64_t N, int64_t K, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc,
+          bool accumulate) {
+  // A transposed A, rows far apart, would fall into few cache sets: its blocks are copied together when they are
+  // going to be used often enough.
+  const bool pack = a.column_stride > 1 && K >= 16 && N >= 16;
+  thread_local std::vector<T> copy;
+  if (pack && static_cast<int64_t>(copy.size()) < M * kInnerBlock) copy.resize(M * kInnerBlock);
   int64_t k = 0;
   do {  // once for K = 0 too: C is then cleared
     const int64_t inner = std::min(K - k, kInnerBlock);
-    // The smaller operand is the one to sweep over again and again.
-    if (M > N) {
-      for (int64_t r = 0; r < row_blocks; ++r)
-        for (int64_t n = 0; n < N; n += kMaxVectors * W) block(r, n, k, inner);
-    } else {
-      for (int64_t n = 0; n < N; n += kMaxVectors * W)
-        for (int64_t r = 0; r < row_blocks; ++r) block(r, n, k, inner);
+    Operand<T> left{a.data + k * a.column_stride, a.row_stride, a.column_stride};
+    if (pack) {
+      const RowBlocks blocks(M);
+      for (int64_t r = 0; r < blocks.count; ++r) {
+        const int64_t m = blocks.begin(r);
+        const int rows = blocks.size(r);
+        T* to = copy.data() + m * inner;
+        for (int64_t kk = 0; kk < inner; ++kk)
+          for (int row = 0; row < rows; ++row)
+            to[kk * rows + row] = left.data[(m + row) * left.row_stride + kk * left.column_stride];
+      }
+      left.data = copy.data();
     }
+    gemm_panel(M, N, inner, left, pack, b + k * ldb, ldb, c, ldc, accumulate || k > 0);
     k += inner;
   } while (k < K);
 }

@@ -1,6 +1,8 @@
 // Elementwise algebra along contiguous channels.
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 namespace magep {
@@ -53,6 +55,13 @@ inline void add_scaled(int64_t n, T a, const T* x, T* out) {
   });
 }
 
+// out = a x
+template <typename T>
+inline void scale(int64_t n, T a, const T* x, T* out) {
+  const auto factor = Simd<T>::broadcast(a);
+  for_lanes<T>(n, [&](int64_t k, int count) { store_lanes(out + k, factor * load_lanes(x + k, count), count); });
+}
+
 template <typename T>
 inline T dot(int64_t n, const T* x, const T* y) {
   typename Simd<T>::Vec sum{};
@@ -70,66 +79,59 @@ struct LaneMatrix {
   int64_t row_stride, column_stride;
 };
 
-template <typename T>
-inline void lane_gemm(int64_t d, int64_t M, int64_t N, int64_t K, LaneMatrix<const T> a, LaneMatrix<const T> b,
-                      LaneMatrix<T> out, bool accumulate) {
+// One block of MB x NB results of lane_gemm in one vector of channels.
+template <typename T, int MB, int NB, typename Left, typename Right, typename At>
+inline void lane_block(int64_t K, int count, const Left& left, const Right& right, const At& at, bool accumulate) {
   using Vec = typename Simd<T>::Vec;
-  for_lanes<T>(d, [&](int64_t lane, int count) {
-    const auto left = [&](int64_t m, int64_t k) {
-      return load_lanes(a.data + (m * a.row_stride + k * a.column_stride) * d + lane, count);
+  Vec sum[MB][NB];
+#pragma GCC unroll 8
+  for (int m = 0; m < MB; ++m)
+#pragma GCC unroll 4
+    for (int n = 0; n < NB; ++n) sum[m][n] = accumulate ? load_lanes(at(m, n), count) : Vec{};
+  for (int64_t k = 0; k < K; ++k) {
+    Vec r[NB];
+#pragma GCC unroll 4
+    for (int n = 0; n < NB; ++n) r[n] = load_lanes(right(k, n), count);
+#pragma GCC unroll 8
+    for (int m = 0; m < MB; ++m) {
+      const Vec l = load_lanes(left(m, k), count);
+#pragma GCC unroll 4
+      for (int n = 0; n < NB; ++n) sum[m][n] += l * r[n];
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < MB; ++m)
+#pragma GCC unroll 4
+    for (int n = 0; n < NB; ++n) store_lanes(at(m, n), sum[m][n], count);
+}
+
+template <typename T>
+void lane_gemm(int64_t d, int64_t M, int64_t N, int64_t K, LaneMatrix<const T> a, LaneMatrix<const T> b,
+               LaneMatrix<T> out, bool accumulate) {
+  const int64_t a_m = a.row_stride * d, a_k = a.column_stride * d, b_k = b.row_stride * d, b_n = b.column_stride * d;
+  const int64_t out_m = out.row_stride * d, out_n = out.column_stride * d;
+  const auto with_count = [&](int64_t lane, int count) {
+    const auto block = [&](auto MB, auto NB, int64_t m, int64_t n) {
+      const T *left = a.data + m * a_m + lane, *right = b.data + n * b_n + lane;
+      T* to = out.data + m * out_m + n * out_n + lane;
+      lane_block<T, decltype(MB)::value, decltype(NB)::value>(
+          K, count, [=](int64_t i, int64_t k) { return left + i * a_m + k * a_k; },
+          [=](int64_t k, int64_t j) { return right + k * b_k + j * b_n; },
+          [=](int64_t i, int64_t j) { return to + i * out_m + j * out_n; }, accumulate);
     };
-    const auto right = [&](int64_t k, int64_t n) {
-      return load_lanes(b.data + (k * b.row_stride + n * b.column_stride) * d + lane, count);
-    };
-    const auto at = [&](int64_t m, int64_t n) {
-      return out.data + (m * out.row_stride + n * out.column_stride) * d + lane;
+    const auto columns = [&](auto MB, int64_t m) {
+      int64_t n = 0;
+      for (; n + 2 <= N; n += 2) block(MB, std::integral_constant<int, 2>{}, m, n);
+      if (n < N) block(MB, std::integral_constant<int, 1>{}, m, n);
     };
     int64_t m = 0;
-    for (; m + 2 <= M; m += 2) {
-      int64_t n = 0;
-      for (; n + 2 <= N; n += 2) {
-        Vec s00{}, s01{}, s10{}, s11{};
-        for (int64_t k = 0; k < K; ++k) {
-          const Vec a0 = left(m, k), a1 = left(m + 1, k), b0 = right(k, n), b1 = right(k, n + 1);
-          s00 += a0 * b0;
-          s01 += a0 * b1;
-          s10 += a1 * b0;
-          s11 += a1 * b1;
-        }
-        if (accumulate) {
-          s00 += load_lanes(at(m, n), count);
-          s01 += load_lanes(at(m, n + 1), count);
-          s10 += load_lanes(at(m + 1, n), count);
-          s11 += load_lanes(at(m + 1, n + 1), count);
-        }
-        store_lanes(at(m, n), s00, count);
-        store_lanes(at(m, n + 1), s01, count);
-        store_lanes(at(m + 1, n), s10, count);
-        store_lanes(at(m + 1, n + 1), s11, count);
-      }
-      for (; n < N; ++n) {
-        Vec s0{}, s1{};
-        for (int64_t k = 0; k < K; ++k) {
-          const Vec b0 = right(k, n);
-          s0 += left(m, k) * b0;
-          s1 += left(m + 1, k) * b0;
-        }
-        if (accumulate) {
-          s0 += load_lanes(at(m, n), count);
-          s1 += load_lanes(at(m + 1, n), count);
-        }
-        store_lanes(at(m, n), s0, count);
-        store_lanes(at(m + 1, n), s1, count);
-      }
-    }
-    for (; m < M; ++m)
-      for (int64_t n = 0; n < N; ++n) {
-        Vec s{};
-        for (int64_t k = 0; k < K; ++k) s += left(m, k) * right(k, n);
-        if (accumulate) s += load_lanes(at(m, n), count);
-        store_lanes(at(m, n), s, count);
-      }
-  });
+    for (; m + 4 <= M; m += 4) columns(std::integral_constant<int, 4>{}, m);
+    for (; m < M; ++m) columns(std::integral_constant<int, 1>{}, m);
+  };
+  constexpr int W = Simd<T>::kWidth;
+  int64_t lane = 0;
+  for (; lane + W <= d; lane += W) with_count(lane, W);
+  if (lane < d) with_count(lane, static_cast<int>(d - lane));
 }
 
 }  // namespace MAGEP_ISA
