@@ -51,7 +51,10 @@ struct EquivariantCall {
     int64_t middle = 0;
     for (int64_t i = 2; i < L; ++i) {
       const Tile tile(s, i, sizeof(T));
-      middle = std::max(middle, (6 * s.d + 3 * s.e + 16) * tile.ld() + 2 * s.d * (s.rank() + 1) * wide);
+      middle = std::max(middle, (6 * s.d + 3 * s.e + 16) * tile.ld() + 2 * s.d * (s.rank() + 1) * wide + 3 * s.d * s.e);
+      const int64_t ld = single_output_rows(i) * s.n[i - 1] + 16;
+      middle = std::max(middle, (4 * s.n[i] + s.n[i - 1]) * s.d + 5 * s.d * s.e + (3 * s.d + 2 * s.e) * ld +
+                                    2 * kMaxRows * single_output_rows(i) * s.d + 256);
     }
     const int64_t last = 2 * s.e * n_L * s.d * (n_0 + 1) + group * (n_L + n_0 + 1) * s.d * wide + s.e * n_L * wide +
                          L * n_L * s.d;
@@ -93,10 +96,10 @@ struct EquivariantCall {
                  {G_bar + n_0 * n_0 * d, 1, 1}, true);
   }
 
-  // Rows of a matrix of coefficients that stay in the second-level cache, with what is made from them, while the
-  // networks of a group meet them one after the other; a multiple of `unit`.
+  // Rows of a matrix of coefficients that stay in the second-level cache while the networks of a group meet them one
+  // after the other: a multiple of `unit`, 64 at most because products with them transposed follow.
   static int64_t row_block_size(int64_t rows, int64_t columns, int64_t unit) {
-    const int64_t fit = (96 << 10) / (columns * static_cast<int64_t>(sizeof(T)));
+    const int64_t fit = std::min<int64_t>(64, (128 << 10) / (columns * static_cast<int64_t>(sizeof(T))));
     return std::min(rows, std::max<int64_t>(1, fit / unit) * unit);
   }
 
@@ -239,6 +242,7 @@ struct EquivariantCall {
 
   void middle_forward(int64_t net, int64_t i, const T* saved, S* W_out, Scratch<T> scratch) const {
     const Shape& s = x.s;
+    if (s.n_L() == 1) return single_output_forward(net, i, saved, W_out, scratch);
     const Tile tile(s, i, sizeof(T));
     const int64_t ld = tile.ld();
     T* data = scratch.take(3 * s.d * ld);
@@ -252,8 +256,10 @@ struct EquivariantCall {
 
   // matrix_bar is accumulated transposed, [3 d][e].
   void middle_backward(int64_t net, int64_t i, const S* out_bar, const T* saved, T* grad, S* W_bar, T* matrix_bar,
-                       Scratch<T> scratch) const {
+                       T* psi_bar, Scratch<T> scratch) const {
     const Shape& s = x.s;
+    if (s.n_L() == 1)
+      return single_output_backward(net, i, out_bar, saved, grad, W_bar, matrix_bar, psi_bar, scratch);
     const Tile tile(s, i, sizeof(T));
     const int64_t ld = tile.ld(), n = s.n[i], m = s.n[i - 1], d = s.d, rank = s.rank();
     const Section &left = left_factor(i), &right = right_factor(i), &a = x.at.A[i], &r = x.at.R[i];
@@ -269,7 +275,8 @@ struct EquivariantCall {
                    right_transposed + channel * rank * m, rank);
     std::fill(left_bar, left_bar + d * rank * n, T(0));
     const int64_t b_row = a.offset + (s.columns(i) - 1) * a.row_stride, g_row = r.offset + (r.rows - 1) * r.row_stride;
-    const Operand<T> phi_transposed{weight_matrix(i), 1, 3 * d};
+    T* phi_transposed = scratch.take(3 * d * s.e);
+    transpose<T>(s.e, 3 * d, weight_matrix(i), 3 * d, phi_transposed, s.e);
     S* W_bar_net = W_bar + net * d * n * m;
     for_tiles(i, tile, [&](int64_t j, int64_t k, int64_t rows, int64_t columns) {
       const int64_t size = rows * columns;
@@ -277,8 +284,8 @@ struct EquivariantCall {
       transpose<T>(s.e, size, bar, ld, bar_transposed, s.e);
       make_tile(net, i, j, k, rows, columns, saved, data, ld);
       gemm<T>(3 * d, s.e, size, {data, ld, 1}, bar_transposed, s.e, matrix_bar, s.e, true);
-      multiply_to(d, s.e, phi_transposed, bar, ld, W_bar_net, i, j, k, rows, columns, space);
-      gemm<T>(2 * d, size, s.e, {weight_matrix(i) + d, 1, 3 * d}, bar, ld, data_bar, ld, false);
+      multiply_to(d, s.e, {phi_transposed, s.e, 1}, bar, ld, W_bar_net, i, j, k, rows, columns, space);
+      gemm<T>(2 * d, size, s.e, {phi_transposed + d * s.e, s.e, 1}, bar, ld, data_bar, ld, false);
       for (int64_t channel = 0; channel < d; ++channel) {
         const T* WW_bar = data_bar + channel * ld;
         gemm<T>(rank, columns, rows, {saved + left.offset + channel * left.channel_stride + j, left.row_stride, 1},
@@ -298,6 +305,158 @@ struct EquivariantCall {
       for (int64_t q = 0; q < rank; ++q) {
         T* to = grad + left.offset + channel * left.channel_stride + q * left.row_stride;
         for (int64_t j = 0; j < n; ++j) to[j] += left_bar[(channel * n + j) * rank + q];
+      }
+  }
+
+  // --- middle layers of networks with one output: [WW] and [bW] have the same right factor, the row S, so that
+  //     E(W)_i[:, j, :] = Phi_1 W[:, j, :] + (Phi_2 u_j + Phi_3 v_j) S,  u = P Psi, v = b psi, one number a channel ---
+
+  // u and v with channels innermost, [j][d].
+  void left_factors(int64_t i, const T* saved, T* u, T* v) const {
+    const Shape& s = x.s;
+    const Section &left = x.at.U[i], &a = x.at.A[i];
+    const T* psi = x.connection(s.pair_to_neighbour(i)) + s.n_0() * s.d;
+    transpose<T>(s.d, s.n[i], saved + left.offset, left.ld, u, s.d);
+    transpose<T>(s.d, s.n[i], saved + a.offset + (s.columns(i) - 1) * a.row_stride, a.ld, v, s.d);
+    for (int64_t j = 0; j < s.n[i]; ++j)
+      for_lanes<T>(s.d, [&](int64_t k, int count) {
+        T* at = v + j * s.d + k;
+        store_lanes(at, load_lanes(at, count) * load_lanes(psi + k, count), count);
+      });
+  }
+
+  // Rows j that meet Phi_1 together.
+  int64_t single_output_rows(int64_t i) const {
+    return std::min(s().n[i], std::max<int64_t>(1, 128 / s().n[i - 1]));
+  }
+
+  void single_output_forward(int64_t net, int64_t i, const T* saved, S* W_out, Scratch<T> scratch) const {
+    const Shape& s = x.s;
+    const int64_t d = s.d, n = s.n[i], m = s.n[i - 1], step = single_output_rows(i), ld = step * m + 16;
+    const Section& S_t = x.at.S[i - 1];
+    const T* phi = weight_matrix(i);
+    T* u = scratch.take(n * d);
+    T* v = scratch.take(n * d);
+    T* mixed = scratch.take(s.e * d);
+    T* data = scratch.take(d * ld);
+    T* product = scratch.take(s.e * ld);
+    left_factors(i, saved, u, v);
+    for (int64_t first = 0; first < n; first += step) {
+      const int64_t rows = std::min(step, n - first);
+      load_tile(x.weight(i, net, 0), d, i, first, 0, rows, m, data, ld);
+      gemm<T>(s.e, rows * m, d, {phi, 3 * d, 1}, data, ld, product, ld, false);
+      for (int64_t j = first; j < first + rows; ++j) {
+        for (int64_t e = 0; e < s.e; ++e)
+          for_lanes<T>(d, [&](int64_t k, int count) {
+            const T* row = phi + e * 3 * d + k;
+            store_lanes(mixed + e * d + k,
+                        load_lanes(row + d, count) * load_lanes(u + j * d + k, count) +
+                            load_lanes(row + 2 * d, count) * load_lanes(v + j * d + k, count),
+                        count);
+          });
+        gemm<T>(s.e, m, d, {mixed, d, 1}, saved + S_t.offset, S_t.ld, product + (j - first) * m, ld, true);
+      }
+      for (int64_t e = 0; e < s.e; ++e)
+        store_row(product + e * ld, rows * m, W_out + ((net * s.e + e) * n + first) * m);
+    }
+  }
+
+  // For a few rows e of Phi and a few rows j: the gradient of Phi_2 u_j + Phi_3 v_j, [j][e][d], and from it those of
+  // Phi_2, Phi_3, u and v while all of them are at hand.
+  void mixed_backward(int64_t E, int64_t rows, int64_t m, Operand<T> bar, const T* S_transposed, const T* phi,
+                      T* phi_bar, const T* u, const T* v, T* u_bar, T* v_bar, T* mixed_bar) const {
+    using Vec = typename Simd<T>::Vec;
+    const int64_t d = s().d;
+    for (int64_t j = 0; j < rows; ++j)
+      gemm<T>(E, d, m, {bar.data + j * m, bar.row_stride, 1}, S_transposed, d, mixed_bar + j * E * d, d, false);
+    for (int64_t j = 0; j < rows; j += 2) {
+      const bool pair = j + 1 < rows;
+      const T *first = mixed_bar + j * E * d, *second = pair ? first + E * d : first;
+      for_lanes<T>(d, [&](int64_t k, int count) {
+        const int64_t at = j * d + k, next = pair ? at + d : at;
+        const Vec none{}, u_0 = load_lanes(u + at, count), v_0 = load_lanes(v + at, count);
+        const Vec u_1 = pair ? load_lanes(u + next, count) : none, v_1 = pair ? load_lanes(v + next, count) : none;
+        Vec u_0_bar = load_lanes(u_bar + at, count), v_0_bar = load_lanes(v_bar + at, count);
+        Vec u_1_bar = none, v_1_bar = none;
+        if (pair) u_1_bar = load_lanes(u_bar + next, count), v_1_bar = load_lanes(v_bar + next, count);
+        for (int64_t e = 0; e < E; ++e) {
+          const T* row = phi + e * 3 * d + k;
+          T* to = phi_bar + e * 3 * d + k;
+          const Vec g_0 = load_lanes(first + e * d + k, count), g_1 = load_lanes(second + e * d + k, count);
+          const Vec phi_2 = load_lanes(row + d, count), phi_3 = load_lanes(row + 2 * d, count);
+          u_0_bar += g_0 * phi_2;
+          v_0_bar += g_0 * phi_3;
+          u_1_bar += g_1 * phi_2;
+          v_1_bar += g_1 * phi_3;
+          store_lanes(to + d, load_lanes(to + d, count) + g_0 * u_0 + g_1 * u_1, count);
+          store_lanes(to + 2 * d, load_lanes(to + 2 * d, count) + g_0 * v_0 + g_1 * v_1, count);
+        }
+        store_lanes(u_bar + at, u_0_bar, count);
+        store_lanes(v_bar + at, v_0_bar, count);
+        if (pair) store_lanes(u_bar + next, u_1_bar, count), store_lanes(v_bar + next, v_1_bar, count);
+      });
+    }
+  }
+
+  // matrix_bar is accumulated as it is stored, [e][3 d].
+  void single_output_backward(int64_t net, int64_t i, const S* out_bar, const T* saved, T* grad, S* W_bar,
+                              T* matrix_bar, T* psi_bar, Scratch<T> scratch) const {
+    using Vec = typename Simd<T>::Vec;
+    const Shape& s = x.s;
+    const int64_t d = s.d, n = s.n[i], m = s.n[i - 1], E = s.e, step = single_output_rows(i), ld = step * m + 16;
+    const Section &S_t = x.at.S[i - 1], &left = x.at.U[i], &a = x.at.A[i];
+    const T* phi = weight_matrix(i);
+    T* u = scratch.take(n * d);
+    T* v = scratch.take(n * d);
+    T* u_bar = scratch.take(n * d);
+    T* v_bar = scratch.take(n * d);
+    T* phi_transposed = scratch.take(3 * d * E);
+    T* mixed = scratch.take(d * E);  // (Phi_2 u_j + Phi_3 v_j)^T
+    constexpr int64_t kBlock = 2 * kMaxRows;
+    T* mixed_bar = scratch.take(step * kBlock * d);
+    T* data = scratch.take(d * ld);
+    T* data_transposed = scratch.take(d * ld);
+    T* S_transposed = scratch.take(m * d);
+    T* bar = scratch.take(E * ld);
+    T* space = scratch.take(d * ld);
+    left_factors(i, saved, u, v);
+    std::fill(u_bar, u_bar + n * d, T(0));
+    std::fill(v_bar, v_bar + n * d, T(0));
+    transpose<T>(E, 3 * d, phi, 3 * d, phi_transposed, E);
+    transpose<T>(d, m, saved + S_t.offset, S_t.ld, S_transposed, d);
+    for (int64_t first = 0; first < n; first += step) {
+      const int64_t rows = std::min(step, n - first);
+      load_tile(x.weight(i, net, 0), d, i, first, 0, rows, m, data, ld);
+      load_tile(out_bar + net * E * n * m, E, i, first, 0, rows, m, bar, ld);
+      transpose<T>(d, rows * m, data, ld, data_transposed, d);
+      gemm<T>(E, d, rows * m, {bar, ld, 1}, data_transposed, d, matrix_bar, 3 * d, true);
+      multiply_to(d, E, {phi_transposed, E, 1}, bar, ld, W_bar + net * d * n * m, i, first, 0, rows, m, space);
+      for (int64_t j = first; j < first + rows; ++j) {
+        const T* bar_j = bar + (j - first) * m;
+        for (int64_t channel = 0; channel < d; ++channel) {
+          const T *second = phi_transposed + (d + channel) * E, *third = phi_transposed + (2 * d + channel) * E;
+          const Vec by_u = Simd<T>::broadcast(u[j * d + channel]), by_v = Simd<T>::broadcast(v[j * d + channel]);
+          for_lanes<T>(E, [&](int64_t k, int count) {
+            store_lanes(mixed + channel * E + k,
+                        by_u * load_lanes(second + k, count) + by_v * load_lanes(third + k, count), count);
+          });
+        }
+        gemm<T>(d, m, E, {mixed, E, 1}, bar_j, ld, grad + S_t.offset, S_t.ld, true);
+      }
+      for (int64_t e = 0; e < E; e += kBlock)
+        mixed_backward(std::min(kBlock, E - e), rows, m, {bar + e * ld, ld, 1}, S_transposed, phi + e * 3 * d,
+                       matrix_bar + e * 3 * d, u + first * d, v + first * d, u_bar + first * d, v_bar + first * d,
+                       mixed_bar);
+    }
+    // u is U; v = b psi.
+    const int64_t pair = s.pair_to_neighbour(i), b_row = a.offset + (s.columns(i) - 1) * a.row_stride;
+    const T* psi = x.connection(pair) + s.n_0() * d;
+    T* last_bar = psi_bar + (pair * (s.n_0() + 1) + s.n_0()) * d;
+    for (int64_t channel = 0; channel < d; ++channel)
+      for (int64_t j = 0; j < n; ++j) {
+        grad[left.offset + channel * left.ld + j] += u_bar[j * d + channel];
+        grad[b_row + channel * a.ld + j] += v_bar[j * d + channel] * psi[channel];
+        last_bar[channel] += v_bar[j * d + channel] * saved[b_row + channel * a.ld + j];
       }
   }
 
@@ -378,7 +537,7 @@ struct EquivariantCall {
 };
 
 // Offsets of the gradients of the parameters in one thread's accumulator; the last bias is summed over networks by one
-// product of its own. Weights of middle layers are transposed.
+// product of its own. Weights of middle layers are transposed unless n_L = 1.
 struct Accumulator {
   std::vector<int64_t> matrices;
   int64_t psi, size = 0;
@@ -482,7 +641,7 @@ void equivariant_backward(const Shape& s, const S* const* W_out_bar, const S* co
   const auto middle = [&](int64_t net, int64_t i, T* grad, T* sum, Scratch<T> scratch) {
     if (1 < i && i < L)
       call.middle_backward(net, i, W_out_bar[i - 1], saved + net * stride, grad, W_bar[i - 1],
-                           sum + sums.matrices[2 * i - 2], scratch);
+                           sum + sums.matrices[2 * i - 2], sum + sums.psi, scratch);
   };
   const auto connections = [&](int64_t net, T* grad, T* sum) {
     for (int64_t i = 1; i <= L; ++i) connect_backward(call.x, i, saved + net * stride, grad, sum + sums.psi);
@@ -537,7 +696,7 @@ void equivariant_backward(const Shape& s, const S* const* W_out_bar, const S* co
       const int64_t i = k / 2 + 1, offset = sums.matrices[k];
       if (k == 2 * L - 1) {
         total(sums.psi, s.psi_size(), psi_bar);
-      } else if (k % 2 == 0 && 1 < i && i < L) {
+      } else if (k % 2 == 0 && 1 < i && i < L && s.n_L() > 1) {
         for (int64_t chunk = 1; chunk < chunks; ++chunk)
           add(s.e * 3 * d, accumulators + chunk * sums.size + offset, accumulators + offset);
         transpose<T>(3 * d, s.e, accumulators + offset, s.e, matrices_bar[k], 3 * d);

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "simd.h"
 
@@ -108,71 +107,75 @@ struct RowBlocks {
   int size(int64_t r) const { return static_cast<int>(begin(r + 1) - begin(r)); }
 };
 
-// A product with all of K at once. `packed` says that each block of rows of A lies by itself, [k][rows of the block].
-template <typename T>
-void gemm_panel(int64_t M, int64_t N, int64_t K, Operand<T> a, bool packed, const T* b, int64_t ldb, T* c, int64_t ldc,
-                bool accumulate) {
-  constexpr int W = Simd<T>::kWidth;
-  const RowBlocks blocks(M);
-  const auto block = [&](int64_t r, int64_t n) {
-    const int64_t m = blocks.begin(r);
-    const int rows = blocks.size(r);
-    const Operand<T> left =
-        packed ? Operand<T>{a.data + m * K, 1, rows} : Operand<T>{a.data + m * a.row_stride, a.row_stride, a.column_stride};
-    T* out = c + m * ldc + n;
-    const int64_t columns = std::min<int64_t>(N - n, kMaxVectors * W);
-    if (columns > W)
-      row_block<T, 2>(rows, K, left, b + n, ldb, out, ldc, accumulate, static_cast<int>(columns - W));
-    else
-      row_block<T, 1>(rows, K, left, b + n, ldb, out, ldc, accumulate, static_cast<int>(columns));
-  };
-  // A B that stays in the first-level cache is swept once per block of rows, so that C is written in order; a larger
-  // one is taken column tile by column tile, each meeting all of A.
-  if (K * N * static_cast<int64_t>(sizeof(T)) <= (16 << 10)) {
-    for (int64_t r = 0; r < blocks.count; ++r)
-      for (int64_t n = 0; n < N; n += kMaxVectors * W) block(r, n);
-  } else {
-    for (int64_t n = 0; n < N; n += kMaxVectors * W)
-      for (int64_t r = 0; r < blocks.count; ++r) block(r, n);
-  }
-}
-
+// A transposed A (row_stride 1) is read with strides: keep K at 64 or less there, or its rows may share few cache sets.
 template <typename T>
 void gemm(int64_t M, int64_t N, int64_t K, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc,
           bool accumulate) {
-  // A transposed A, rows far apart, would fall into few cache sets: its blocks are copied together when they are
-  // going to be used often enough.
-  const bool pack = a.column_stride > 1 && K >= 16 && N >= 16;
-  thread_local std::vector<T> copy;
-  if (pack && static_cast<int64_t>(copy.size()) < M * kInnerBlock) copy.resize(M * kInnerBlock);
+  constexpr int W = Simd<T>::kWidth;
+  const RowBlocks blocks(M);
   int64_t k = 0;
   do {  // once for K = 0 too: C is then cleared
     const int64_t inner = std::min(K - k, kInnerBlock);
-    Operand<T> left{a.data + k * a.column_stride, a.row_stride, a.column_stride};
-    if (pack) {
-      const RowBlocks blocks(M);
-      for (int64_t r = 0; r < blocks.count; ++r) {
-        const int64_t m = blocks.begin(r);
-        const int rows = blocks.size(r);
-        T* to = copy.data() + m * inner;
-        for (int64_t kk = 0; kk < inner; ++kk)
-          for (int row = 0; row < rows; ++row)
-            to[kk * rows + row] = left.data[(m + row) * left.row_stride + kk * left.column_stride];
-      }
-      left.data = copy.data();
+    const auto block = [&](int64_t r, int64_t n) {
+      const int64_t m = blocks.begin(r);
+      const int rows = blocks.size(r);
+      const Operand<T> left{a.data + m * a.row_stride + k * a.column_stride, a.row_stride, a.column_stride};
+      const T* right = b + k * ldb + n;
+      T* out = c + m * ldc + n;
+      const int64_t columns = std::min<int64_t>(N - n, kMaxVectors * W);
+      if (columns > W)
+        row_block<T, 2>(rows, inner, left, right, ldb, out, ldc, accumulate || k > 0, static_cast<int>(columns - W));
+      else
+        row_block<T, 1>(rows, inner, left, right, ldb, out, ldc, accumulate || k > 0, static_cast<int>(columns));
+    };
+    // A B that stays in the first-level cache is swept once per block of rows, so that C is written in order; a larger
+    // one is taken column tile by column tile, each meeting all of A.
+    if (inner * N * static_cast<int64_t>(sizeof(T)) <= (16 << 10)) {
+      for (int64_t r = 0; r < blocks.count; ++r)
+        for (int64_t n = 0; n < N; n += kMaxVectors * W) block(r, n);
+    } else {
+      for (int64_t n = 0; n < N; n += kMaxVectors * W)
+        for (int64_t r = 0; r < blocks.count; ++r) block(r, n);
     }
-    gemm_panel(M, N, inner, left, pack, b + k * ldb, ldb, c, ldc, accumulate || k > 0);
     k += inner;
   } while (k < K);
 }
 
-// to[c, r] = from[r, c], in squares that stay in the first-level cache.
+#if defined(__AVX2__)
+inline void transpose_square(const float* from, int64_t ld_from, float* to, int64_t ld_to) {  // 8 x 8
+  __m256 r[8], s[8];
+  for (int k = 0; k < 8; ++k) r[k] = _mm256_loadu_ps(from + k * ld_from);
+  for (int k = 0; k < 8; k += 2) {
+    s[k] = _mm256_unpacklo_ps(r[k], r[k + 1]);
+    s[k + 1] = _mm256_unpackhi_ps(r[k], r[k + 1]);
+  }
+  for (int k = 0; k < 8; k += 4) {
+    r[k] = _mm256_shuffle_ps(s[k], s[k + 2], 0x44);
+    r[k + 1] = _mm256_shuffle_ps(s[k], s[k + 2], 0xee);
+    r[k + 2] = _mm256_shuffle_ps(s[k + 1], s[k + 3], 0x44);
+    r[k + 3] = _mm256_shuffle_ps(s[k + 1], s[k + 3], 0xee);
+  }
+  for (int k = 0; k < 4; ++k) {
+    _mm256_storeu_ps(to + k * ld_to, _mm256_permute2f128_ps(r[k], r[k + 4], 0x20));
+    _mm256_storeu_ps(to + (k + 4) * ld_to, _mm256_permute2f128_ps(r[k], r[k + 4], 0x31));
+  }
+}
+#endif
+
+// to[c, r] = from[r, c]
 template <typename T>
 void transpose(int64_t rows, int64_t columns, const T* from, int64_t ld_from, T* to, int64_t ld_to) {
   constexpr int64_t kSquare = 8;
   for (int64_t r = 0; r < rows; r += kSquare)
     for (int64_t c = 0; c < columns; c += kSquare) {
       const int64_t r_end = std::min(rows, r + kSquare), c_end = std::min(columns, c + kSquare);
+#if defined(__AVX2__)
+      if constexpr (sizeof(T) == 4)
+        if (r_end - r == kSquare && c_end - c == kSquare) {
+          transpose_square(from + r * ld_from + c, ld_from, to + c * ld_to + r, ld_to);
+          continue;
+        }
+#endif
       for (int64_t cc = c; cc < c_end; ++cc)
         for (int64_t rr = r; rr < r_end; ++rr) to[cc * ld_to + rr] = from[rr * ld_from + cc];
     }

@@ -18,7 +18,7 @@ struct Shape {
   // Columns of [A_i | b_i] = [P_i | v_(i,1) ... v_(i,i-1) | b_i].
   int64_t columns(int64_t i) const { return n_0() + i; }
   // [WW] of a middle layer has two factorisations, P (Psi S) of inner size n_0 and (P Psi) S of inner size n_L.
-  bool through_output() const { return n_L() < n_0(); }
+  bool through_output() const { return n_L() < n_0() || n_L() == 1; }
   int64_t rank() const { return std::min(n_0(), n_L()); }
 
   // Pairs (s, t) of the connections, in the order of the table of terms.

@@ -128,10 +128,17 @@ void readout(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, S*
 template <typename T>
 void readout_backward(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, const T* bar, T* F_bar,
                       T* matrix_bar, const Parallel& parallel) {
-  parallel.split((K + 63) / 64, [&](int64_t, int64_t begin, int64_t end) {
-    const int64_t k = begin * 64, count = std::min(K, end * 64) - k;
-    gemm<T>(B, count, rows, {bar, rows, 1}, matrix + k, K, F_bar + k, K, false);
-    gemm<T>(rows, count, B, {bar, 1, rows}, F + k, K, matrix_bar + k, K, false);
+  // Strips of columns and few rows at a time: the matrix, which may be large, is read and written in order.
+  constexpr int64_t kStrip = 512, kRows = 16;
+  parallel.split((K + kStrip - 1) / kStrip, [&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t k = begin * kStrip; k < std::min(K, end * kStrip); k += kStrip) {
+      const int64_t count = std::min(kStrip, K - k);
+      for (int64_t r = 0; r < rows; r += kRows) {
+        const int64_t some = std::min(kRows, rows - r);
+        gemm<T>(B, count, some, {bar + r, rows, 1}, matrix + r * K + k, K, F_bar + k, K, r > 0);
+        gemm<T>(some, count, B, {bar + r, 1, rows}, F + k, K, matrix_bar + r * K + k, K, false);
+      }
+    }
   });
 }
 
