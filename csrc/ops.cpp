@@ -232,8 +232,8 @@ std::vector<T> spread_psi(const Shape& s, const T* psi) {
 }
 
 // -> out, saved
-std::vector<Tensor> invariant(std::vector<Tensor> weights, std::vector<Tensor> biases, Tensor matrix, Tensor psi,
-                              int64_t out_features) {
+std::vector<Tensor> invariant(std::vector<Tensor> weights, std::vector<Tensor> biases, std::vector<Tensor> matrices,
+                              Tensor psi, int64_t out_features) {
   const char* op = "magep_fast::invariant";
   const Shape s = shape_of(op, weights, biases, out_features);
   const ScalarType dtype = weights[0].scalar_type();
@@ -241,9 +241,7 @@ std::vector<Tensor> invariant(std::vector<Tensor> weights, std::vector<Tensor> b
     using S = decltype(storage);
     using T = decltype(compute);
     check(psi, op, "psi", 0, psi_shape(s, false), dtype);
-    check(matrix, op, "matrix", 0, {s.e, s.readout_columns()}, dtype);
-    Pointers<const T> phi;
-    phi.add(parameter<T>(matrix));
+    auto phi = parameters<T>(op, matrices, {{s.e, s.readout_columns()}}, dtype);
     phi.add(parameter<T>(psi));
     Pointers<const S> W, b;
     for (int64_t i = 0; i < s.L(); ++i) {
@@ -262,25 +260,25 @@ std::vector<Tensor> invariant(std::vector<Tensor> weights, std::vector<Tensor> b
   });
 }
 
-// -> gradients of weights, biases, matrix, psi
-std::vector<Tensor> invariant_backward(Tensor grad, std::vector<Tensor> weights, std::vector<Tensor> biases,
-                                       Tensor matrix, Tensor psi, Tensor saved) {
+// -> gradients of weights, biases, matrices, psi
+std::vector<Tensor> invariant_backward(std::vector<Tensor> grads, std::vector<Tensor> weights,
+                                       std::vector<Tensor> biases, std::vector<Tensor> matrices, Tensor psi,
+                                       Tensor saved, int64_t out_features) {
   const char* op = "magep_fast::invariant_backward";
-  const Shape s = shape_of(op, weights, biases, matrix.size(0));
+  const Shape s = shape_of(op, weights, biases, out_features);
+  STD_TORCH_CHECK(grads.size() == 1, op, ": expected one gradient; found ", grads.size());
   const ScalarType dtype = weights[0].scalar_type();
   const auto L = static_cast<size_t>(s.L());
   return with_types(dtype, op, [&](auto storage, auto compute) {
     using S = decltype(storage);
     using T = decltype(compute);
-    check(grad, op, "grad", 0, {s.B, s.e}, dtype);
+    check(grads[0], op, "grads", 0, {s.B, s.e}, dtype);
     check(psi, op, "psi", 0, psi_shape(s, false), dtype);
-    check(matrix, op, "matrix", 0, {s.e, s.readout_columns()}, dtype);
     check(saved, op, "saved", 0, {s.B, magep::saved_size(s, false)}, scalar_type<T>());
-    Pointers<const T> phi;
-    phi.add(parameter<T>(matrix));
+    auto phi = parameters<T>(op, matrices, {{s.e, s.readout_columns()}}, dtype);
     phi.add(parameter<T>(psi));
     Pointers<const S> W, b, out_bar;
-    out_bar.add(grad);
+    out_bar.add(grads[0]);
     std::vector<Tensor> results;
     std::vector<S*> W_bar, b_bar;
     for (size_t i = 0; i < L; ++i) {
@@ -319,14 +317,16 @@ std::vector<Tensor> invariant_backward(Tensor grad, std::vector<Tensor> weights,
 }  // namespace
 
 STABLE_TORCH_LIBRARY(magep_fast, m) {
+  // Each returns its outputs and last `saved`, what the backward pass needs; the backward returns the gradients of
+  // weights, biases, matrices and psi, in this order.
   m.def("equivariant(Tensor[] weights, Tensor[] biases, Tensor[] matrices, Tensor psi, int out_channels) -> Tensor[]");
+  m.def("invariant(Tensor[] weights, Tensor[] biases, Tensor[] matrices, Tensor psi, int out_channels) -> Tensor[]");
   m.def(
       "equivariant_backward(Tensor[] grads, Tensor[] weights, Tensor[] biases, Tensor[] matrices, Tensor psi, "
       "Tensor saved, int out_channels) -> Tensor[]");
-  m.def("invariant(Tensor[] weights, Tensor[] biases, Tensor matrix, Tensor psi, int out_features) -> Tensor[]");
   m.def(
-      "invariant_backward(Tensor grad, Tensor[] weights, Tensor[] biases, Tensor matrix, Tensor psi, Tensor saved) "
-      "-> Tensor[]");
+      "invariant_backward(Tensor[] grads, Tensor[] weights, Tensor[] biases, Tensor[] matrices, Tensor psi, "
+      "Tensor saved, int out_channels) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(magep_fast, CPU, m) {

@@ -1,12 +1,16 @@
 """The backend `cpu`: one native operator call per layer and direction.
 
-Each operator has a fake kernel (for torch.compile and torch.export) and an autograd formula, whose backward is an
-operator too. A second derivative differentiates the `torch` backend instead: the same function, in torch ops.
+The operators `magep_fast::equivariant`, `magep_fast::invariant` and their backwards take and return lists of tensors. They
+have fake kernels (for torch.compile and torch.export) and autograd formulas. Layers call them through the autograd
+Functions below, which do the same with a tenth of the overhead, and know vmap and forward mode as well.
+
+What no kernel computes (second derivatives, forward mode, vmap over parameters) is done by the `torch` backend, the same
+function in torch ops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -41,194 +45,268 @@ def equivariant(
     table: Table, weights: Sequence[Tensor], biases: Sequence[Tensor], matrices: Sequence[Tensor], psi: Tensor | None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """As `factored.equivariant`."""
-    if not has_kernel(table):
+    if psi is None or not has_kernel(table):
         return factored.equivariant(table, weights, biases, matrices, psi)
+    _register()
     L = len(weights)
-    results = _ops().equivariant(list(weights), list(biases), list(matrices), psi, table.out_channels)
-    return results[:L], results[L : 2 * L]
+    results = _Equivariant.apply(L, table.out_channels, *weights, *biases, *matrices, psi)
+    return list(results[:L]), list(results[L : 2 * L])
 
 
 def invariant(
     table: Table, weights: Sequence[Tensor], biases: Sequence[Tensor], matrix: Tensor, psi: Tensor | None
 ) -> Tensor:
     """As `factored.invariant`."""
-    if not has_kernel(table):
+    if psi is None or not has_kernel(table):
         return factored.invariant(table, weights, biases, matrix, psi)
-    return _ops().invariant(list(weights), list(biases), matrix, psi, table.out_channels)[0]
+    _register()
+    return _Invariant.apply(len(weights), table.out_channels, *weights, *biases, matrix, psi)[0]
+
+
+def _split(L: int, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
+    """Weights, biases, matrices and psi out of a flat sequence of them."""
+    return list(tensors[:L]), list(tensors[L : 2 * L]), list(tensors[2 * L : -1]), tensors[-1]
+
+
+def _widths(weights: Sequence[Tensor]) -> list[int]:
+    return [weights[0].shape[-1], *(w.shape[-2] for w in weights)]
+
+
+def _torch_equivariant(L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    weights, biases, matrices, psi = _split(L, tensors)
+    space = WeightSpace(_widths(weights))
+    table = equivariant_table(space, space.taps, weights[0].shape[1], out_channels, GROUPS["all"])
+    new_weights, new_biases = factored.equivariant(table, weights, biases, matrices, psi)
+    return (*new_weights, *new_biases)
+
+
+def _torch_invariant(L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    weights, biases, (matrix,), psi = _split(L, tensors)
+    table = invariant_table(WeightSpace(_widths(weights)), weights[0].shape[1], out_channels, GROUPS["all"])
+    return (factored.invariant(table, weights, biases, matrix, psi),)
+
+
+class _Operation(torch.autograd.Function):
+    """(L, out_channels, weights…, biases…, matrices…, psi) -> (outputs…, saved), by the operator of this name."""
+
+    name: str
+    in_torch: Callable[..., tuple[Tensor, ...]]
+
+    @classmethod
+    def run(cls, L: int, out_channels: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        operator = getattr(torch.ops.magep_fast, cls.name)
+        return tuple(operator(*_split(L, tensors), out_channels))
+
+    @classmethod
+    def run_backward(
+        cls, L: int, out_channels: int, grads: Sequence[Tensor], tensors: Sequence[Tensor], saved: Tensor
+    ) -> tuple[Tensor, ...]:
+        operator = getattr(torch.ops.magep_fast, f"{cls.name}_backward")
+        return tuple(operator(list(grads), *_split(L, tensors), saved, out_channels))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        ctx.L, ctx.out_channels, *tensors = inputs
+        ctx.mark_non_differentiable(output[-1])
+        ctx.save_for_backward(*tensors, output[-1])
+        ctx.save_for_forward(*tensors, output[-1])
+
+    @classmethod
+    def gradient(cls, ctx: Any, grads: Sequence[Tensor]) -> tuple:
+        *tensors, saved = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative may be asked for
+            found = _first_derivative(cls, ctx.L, ctx.out_channels, grads[:-1], tensors, saved)
+        else:
+            found = cls.run_backward(ctx.L, ctx.out_channels, grads[:-1], tensors, saved)
+        return None, None, *found
+
+    @classmethod
+    def forward_mode(cls, ctx: Any, tangents: Sequence[Tensor | None]) -> tuple:
+        *tensors, saved = ctx.saved_tensors
+        moving = [k for k, tangent in enumerate(tangents) if tangent is not None]
+
+        def function(*varied: Tensor) -> tuple[Tensor, ...]:
+            inputs = list(tensors)
+            for k, value in zip(moving, varied, strict=True):
+                inputs[k] = value
+            return cls.in_torch(ctx.L, ctx.out_channels, *inputs)
+
+        primals, steps = tuple(tensors[k] for k in moving), tuple(tangents[k] for k in moving)
+        return *torch.func.jvp(function, primals, steps)[1], None
+
+    @classmethod
+    def batched(cls, info: Any, in_dims: tuple, L: int, out_channels: int, tensors: Sequence[Tensor]) -> tuple:
+        if any(dim is not None for dim in in_dims[2 + 2 * L :]):
+            # Parameters differ along the batch: no kernel for that.
+            function = torch.func.vmap(lambda *x: cls.in_torch(L, out_channels, *x), in_dims=in_dims[2:])
+            outputs = function(*tensors)
+        else:
+            # More networks are a larger batch.
+            networks = [
+                (x.movedim(dim, 0) if dim is not None else x.expand(info.batch_size, *x.shape)).flatten(0, 1)
+                for x, dim in zip(tensors[: 2 * L], in_dims[2:], strict=False)
+            ]
+            results = cls.apply(L, out_channels, *networks, *tensors[2 * L :])[:-1]
+            outputs = tuple(y.unflatten(0, (info.batch_size, -1)) for y in results)
+        saved = tensors[0].new_empty(info.batch_size, 0)
+        return (*outputs, saved), (0,) * (len(outputs) + 1)
+
+
+class _Equivariant(_Operation):
+    name, in_torch = "equivariant", staticmethod(_torch_equivariant)
+
+    @staticmethod
+    def forward(L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return _Equivariant.run(L, out_channels, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        return _Equivariant.gradient(ctx, grads)
+
+    @staticmethod
+    def jvp(ctx: Any, L: None, out_channels: None, *tangents: Tensor | None) -> tuple:
+        return _Equivariant.forward_mode(ctx, tangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, L: int, out_channels: int, *tensors: Tensor) -> tuple:
+        return _Equivariant.batched(info, in_dims, L, out_channels, tensors)
+
+
+class _Invariant(_Operation):
+    name, in_torch = "invariant", staticmethod(_torch_invariant)
+
+    @staticmethod
+    def forward(L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return _Invariant.run(L, out_channels, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        return _Invariant.gradient(ctx, grads)
+
+    @staticmethod
+    def jvp(ctx: Any, L: None, out_channels: None, *tangents: Tensor | None) -> tuple:
+        return _Invariant.forward_mode(ctx, tangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, L: int, out_channels: int, *tensors: Tensor) -> tuple:
+        return _Invariant.batched(info, in_dims, L, out_channels, tensors)
+
+
+def _first_derivative(
+    operation: type[_Operation],
+    L: int,
+    out_channels: int,
+    grads: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    saved: Tensor,
+) -> tuple[Tensor, ...]:
+    """The backward pass as a function that can itself be differentiated."""
+    operator = getattr(torch.ops.magep_fast, f"{operation.name}_backward")
+    return tuple(operator(list(grads), *_split(L, tensors), saved, out_channels))
+
+
+def _second_derivative(
+    function: Callable[..., tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    seeds: Sequence[Tensor | None],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradient of ⟨seeds, vjp(grads)⟩ in `grads` and in `inputs`, where vjp is that of `function` at `inputs`."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Aliases, so that the caller's graph stays connected for a third derivative.
+        inputs = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in inputs]
+        grads = [g.view_as(g) if g.requires_grad else g.detach().requires_grad_() for g in grads]
+        first = torch.autograd.grad(function(*inputs), inputs, grads, create_graph=True, allow_unused=True)
+        pairs = [(f, s) for f, s in zip(first, seeds, strict=True) if f is not None and s is not None]
+        wanted = [*grads, *inputs]
+        second = torch.autograd.grad(
+            [f for f, _ in pairs], wanted, [s for _, s in pairs], create_graph=create_graph, allow_unused=True
+        )
+    filled = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, second, strict=True)]
+    return filled[: len(grads)], filled[len(grads) :]
 
 
 @cache
-def _ops() -> Any:
-    """torch.ops.magep_fast with everything registered."""
+def _register() -> None:
+    """Fake kernels and autograd formulas of the operators themselves, for those who call or export them."""
     reason = missing_library()
     if reason is not None:
         raise RuntimeError(reason)
-    library = torch.library
-    for name in ("equivariant", "invariant"):
-        library.register_fake(f"magep_fast::{name}", globals()[f"_fake_{name}"])
-        library.register_fake(f"magep_fast::{name}_backward", globals()[f"_fake_{name}_backward"])
-        library.register_autograd(
-            f"magep_fast::{name}",
-            globals()[f"_backward_of_{name}"],
-            setup_context=globals()[f"_save_for_{name}"],
+    for operation in (_Equivariant, _Invariant):
+        _register_operation(operation)
+
+
+def _register_operation(operation: type[_Operation]) -> None:
+    name, is_equivariant = f"magep_fast::{operation.name}", operation is _Equivariant
+
+    def fake(
+        weights: list[Tensor], biases: list[Tensor], matrices: list[Tensor], psi: Tensor, out_channels: int
+    ) -> list[Tensor]:
+        B, d = biases[0].shape[:2]
+        if is_equivariant:
+            outputs = [w.new_empty(B, out_channels, *w.shape[2:]) for w in weights]
+            outputs += [b.new_empty(B, out_channels, b.shape[2]) for b in biases]
+        else:
+            outputs = [biases[0].new_empty(B, out_channels)]
+        compute = torch.float64 if psi.dtype == torch.float64 else torch.float32
+        return [*outputs, psi.new_empty(B, _saved_size(_widths(weights), d, is_equivariant), dtype=compute)]
+
+    def fake_backward(
+        grads: list[Tensor],
+        weights: list[Tensor],
+        biases: list[Tensor],
+        matrices: list[Tensor],
+        psi: Tensor,
+        saved: Tensor,
+        out_channels: int,
+    ) -> list[Tensor]:
+        return [x.new_empty(x.shape) for x in (*weights, *biases, *matrices, psi)]
+
+    def save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+        weights, biases, matrices, psi, ctx.out_channels = inputs
+        ctx.L = len(weights)
+        ctx.save_for_backward(*weights, *biases, *matrices, psi, output[-1])
+
+    def backward(ctx: Any, grads: list[Tensor]) -> tuple:
+        *tensors, saved = ctx.saved_tensors
+        found = _first_derivative(operation, ctx.L, ctx.out_channels, grads[:-1], tensors, saved)
+        return *_split(ctx.L, found), None
+
+    def save_backward(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+        grads, weights, biases, matrices, psi, _, ctx.out_channels = inputs
+        ctx.L, ctx.count = len(weights), len(grads)
+        ctx.save_for_backward(*grads, *weights, *biases, *matrices, psi)
+
+    def double_backward(ctx: Any, seeds: list[Tensor]) -> tuple:
+        grads, tensors = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        by_grads, by_inputs = _second_derivative(
+            lambda *x: operation.in_torch(ctx.L, ctx.out_channels, *x), tensors, grads, seeds
         )
-        library.register_autograd(
-            f"magep_fast::{name}_backward",
-            globals()[f"_double_backward_of_{name}"],
-            setup_context=globals()[f"_save_for_{name}_backward"],
-        )
-    return torch.ops.magep_fast
+        return by_grads, *_split(ctx.L, by_inputs), None, None
+
+    torch.library.register_fake(name, fake)
+    torch.library.register_fake(f"{name}_backward", fake_backward)
+    torch.library.register_autograd(name, backward, setup_context=save)
+    torch.library.register_autograd(f"{name}_backward", double_backward, setup_context=save_backward)
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _padded(count: int, multiple: int) -> int:
-    return (count + multiple - 1) // multiple * multiple
-
-
-def _saved_size(widths: Sequence[int], d: int, equivariant: bool) -> int:
-    """Numbers kept per network for the backward pass: `Layout` and the features in csrc/cpu/layout.h."""
+def _saved_size(widths: Sequence[int], d: int, is_equivariant: bool) -> int:
+    """Numbers kept per network for the backward pass, as csrc/cpu/layout.h lays them out."""
     L, n_0, n_L = len(widths) - 1, widths[0], widths[-1]
     rows = [(n_0 + i, widths[i]) for i in range(1, L + 1)]
-    sizes = [n_L * n_0 * d] + [(n_0 + 1) * n_0 * d] * (L if equivariant else 1)
-    if equivariant:
+    sizes = [n_L * n_0 * d] + [(n_0 + 1) * n_0 * d] * (L if is_equivariant else 1)
+    if is_equivariant:
         rows += [(n_L, widths[t]) for t in range(1, L)]
         for i in range(2, L + 1):
-            factored_left = n_L < n_0 and i < L
-            rows.append((1 if factored_left else n_0 + 1, widths[i - 1]))
-            if factored_left:
+            through_output = (n_L < n_0 or n_L == 1) and i < L
+            rows.append((1 if through_output else n_0 + 1, widths[i - 1]))
+            if through_output:
                 rows.append((n_L, widths[i]))
     sizes += [r * d * _padded(n, 8) for r, n in rows]
     features = d * (3 * n_L * n_0 + (L - 1) * n_L + n_L + 2 * (L - 1)) + 1
     return sum(_padded(size, 16) for size in sizes) + features
 
 
-def _widths(weights: Sequence[Tensor]) -> list[int]:
-    return [weights[0].shape[3], *(w.shape[2] for w in weights)]
-
-
-def _fake_equivariant(
-    weights: list[Tensor], biases: list[Tensor], matrices: list[Tensor], psi: Tensor, out_channels: int
-) -> list[Tensor]:
-    B, d = biases[0].shape[:2]
-    results = [w.new_empty(B, out_channels, *w.shape[2:]) for w in weights]
-    results += [b.new_empty(B, out_channels, b.shape[2]) for b in biases]
-    saved = _saved_size(_widths(weights), d, True)
-    return [*results, psi.new_empty(B, saved, dtype=_compute_dtype(psi.dtype))]
-
-
-def _fake_equivariant_backward(
-    grads: list[Tensor],
-    weights: list[Tensor],
-    biases: list[Tensor],
-    matrices: list[Tensor],
-    psi: Tensor,
-    saved: Tensor,
-    out_channels: int,
-) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (*weights, *biases, *matrices, psi)]
-
-
-def _fake_invariant(
-    weights: list[Tensor], biases: list[Tensor], matrix: Tensor, psi: Tensor, out_features: int
-) -> list[Tensor]:
-    B, d = biases[0].shape[:2]
-    saved = _saved_size(_widths(weights), d, False)
-    return [biases[0].new_empty(B, out_features), psi.new_empty(B, saved, dtype=_compute_dtype(psi.dtype))]
-
-
-def _fake_invariant_backward(
-    grad: Tensor, weights: list[Tensor], biases: list[Tensor], matrix: Tensor, psi: Tensor, saved: Tensor
-) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (*weights, *biases, matrix, psi)]
-
-
-def _save_for_equivariant(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    weights, biases, matrices, psi, ctx.out_channels = inputs
-    ctx.L = len(weights)
-    ctx.save_for_backward(*weights, *biases, *matrices, psi, output[-1])
-
-
-def _backward_of_equivariant(ctx: Any, grads: list[Tensor]) -> tuple:
-    L, (*inputs, psi, saved) = ctx.L, ctx.saved_tensors
-    weights, biases, matrices = inputs[:L], inputs[L : 2 * L], inputs[2 * L :]
-    results = torch.ops.magep_fast.equivariant_backward(
-        list(grads[: 2 * L]), weights, biases, matrices, psi, saved, ctx.out_channels
-    )
-    return results[:L], results[L : 2 * L], results[2 * L : 4 * L], results[4 * L], None
-
-
-def _save_for_invariant(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    weights, biases, matrix, psi, _ = inputs
-    ctx.L = len(weights)
-    ctx.save_for_backward(*weights, *biases, matrix, psi, output[-1])
-
-
-def _backward_of_invariant(ctx: Any, grads: list[Tensor]) -> tuple:
-    L, (*inputs, matrix, psi, saved) = ctx.L, ctx.saved_tensors
-    results = torch.ops.magep_fast.invariant_backward(grads[0], inputs[:L], inputs[L:], matrix, psi, saved)
-    return results[:L], results[L : 2 * L], results[2 * L], results[2 * L + 1], None
-
-
-def _save_for_equivariant_backward(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    grads, weights, biases, matrices, psi, _, ctx.out_channels = inputs
-    ctx.L = len(weights)
-    ctx.save_for_backward(*grads, *weights, *biases, *matrices, psi)
-
-
-def _double_backward_of_equivariant(ctx: Any, seeds: list[Tensor]) -> tuple:
-    L, tensors = ctx.L, ctx.saved_tensors
-    grads, inputs = tensors[: 2 * L], tensors[2 * L :]
-    space = WeightSpace(_widths(inputs[:L]))
-    table = equivariant_table(space, space.taps, inputs[0].shape[1], ctx.out_channels, GROUPS["all"])
-
-    def outputs(*inputs: Tensor) -> tuple[Tensor, ...]:
-        weights, biases = factored.equivariant(
-            table, inputs[:L], inputs[L : 2 * L], inputs[2 * L : 4 * L], inputs[4 * L]
-        )
-        return (*weights, *biases)
-
-    by_grad, by_input = _second_derivative(outputs, inputs, grads, seeds)
-    return by_grad, by_input[:L], by_input[L : 2 * L], by_input[2 * L : 4 * L], by_input[4 * L], None, None
-
-
-def _save_for_invariant_backward(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-    grad, weights, biases, matrix, psi, _ = inputs
-    ctx.L = len(weights)
-    ctx.save_for_backward(grad, *weights, *biases, matrix, psi)
-
-
-def _double_backward_of_invariant(ctx: Any, seeds: list[Tensor]) -> tuple:
-    L, (grad, *inputs) = ctx.L, ctx.saved_tensors
-    space = WeightSpace(_widths(inputs[:L]))
-    table = invariant_table(space, inputs[0].shape[1], inputs[2 * L].shape[0], GROUPS["all"])
-
-    def outputs(*inputs: Tensor) -> tuple[Tensor, ...]:
-        return (factored.invariant(table, inputs[:L], inputs[L : 2 * L], inputs[2 * L], inputs[2 * L + 1]),)
-
-    (by_grad,), by_input = _second_derivative(outputs, inputs, [grad], seeds)
-    return by_grad, by_input[:L], by_input[L : 2 * L], by_input[2 * L], by_input[2 * L + 1], None
-
-
-def _second_derivative(
-    function: Any, inputs: Sequence[Tensor], grads: Sequence[Tensor], seeds: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradient of ⟨seeds, vjp(grads)⟩ in `grads` and in `inputs`, where vjp is that of `function` at `inputs`.
-
-    If a third derivative is wanted, grad mode is on here and the torch ops below are recorded.
-    """
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Views, so that the graph of the caller stays connected and leaves can be asked for their gradient.
-        inputs = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in inputs]
-        grads = [g.view_as(g) if g.requires_grad else g.detach().requires_grad_() for g in grads]
-        first = torch.autograd.grad(function(*inputs), inputs, grads, create_graph=True, allow_unused=True)
-        pairs = [(f, s) for f, s in zip(first, seeds, strict=True) if f is not None and s is not None]
-        total = [*grads, *inputs]
-        second = torch.autograd.grad(
-            [f for f, _ in pairs], total, [s for _, s in pairs], create_graph=create_graph, allow_unused=True
-        )
-    second = [torch.zeros_like(x) if g is None else g for x, g in zip(total, second, strict=True)]
-    return second[: len(grads)], second[len(grads) :]
+def _padded(count: int, multiple: int) -> int:
+    return (count + multiple - 1) // multiple * multiple
