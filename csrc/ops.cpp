@@ -155,12 +155,10 @@ std::vector<Tensor> equivariant(std::vector<Tensor> weights, std::vector<Tensor>
       results.push_back(torch::stable::new_empty(weights[0], {s.B, s.e, s.n[i]}));
       b_out.push_back(static_cast<S*>(results.back().mutable_data_ptr()));
     }
-    results.push_back(
-        torch::stable::new_empty(weights[0], {s.B, magep::saved_size(s, true)}, scalar_type<T>()));
+    results.push_back(torch::stable::new_empty(weights[0], {s.B, magep::saved_size(s, true)}, scalar_type<T>()));
     if (s.B > 0)
-      magep::kernels().of<S, T>().equivariant_forward(s, W.get(), b.get(), phi.get(), connections.data[0],
-                                                      W_out.data(), b_out.data(),
-                                                      static_cast<T*>(results.back().mutable_data_ptr()),
+      magep::kernels().of<S, T>().equivariant_forward(s, W.get(), b.get(), phi.get(), connections.data[0], W_out.data(),
+                                                      b_out.data(), static_cast<T*>(results.back().mutable_data_ptr()),
                                                       torch_threads());
     return results;
   });
@@ -220,8 +218,8 @@ std::vector<Tensor> equivariant_backward(std::vector<Tensor> grads, std::vector<
   });
 }
 
-// The invariant layer's connections are (L, 0), then the traces' (1, 1) ... (L - 1, L - 1); the kernels number the pairs
-// of the equivariant layer.
+// The invariant layer's connections are (L, 0), then the traces' (1, 1) ... (L - 1, L - 1); the kernels number the
+// pairs of the equivariant layer.
 template <typename T>
 std::vector<T> spread_psi(const Shape& s, const T* psi) {
   const int64_t size = (s.n_0() + 1) * s.n_L() * s.d;
@@ -252,8 +250,7 @@ std::vector<Tensor> invariant(std::vector<Tensor> weights, std::vector<Tensor> b
         torch::stable::new_empty(weights[0], {s.B, s.e}),
         torch::stable::new_empty(weights[0], {s.B, magep::saved_size(s, false)}, scalar_type<T>())};
     if (s.B > 0)
-      magep::kernels().of<S, T>().invariant_forward(s, W.get(), b.get(), phi.data[0],
-                                                    spread_psi(s, phi.data[1]).data(),
+      magep::kernels().of<S, T>().invariant_forward(s, W.get(), b.get(), phi.data[0], spread_psi(s, phi.data[1]).data(),
                                                     static_cast<S*>(results[0].mutable_data_ptr()),
                                                     static_cast<T*>(results[1].mutable_data_ptr()), torch_threads());
     return results;

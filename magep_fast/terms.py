@@ -297,8 +297,8 @@ def initialise(table: Table, matrices: Iterable[Tensor], psi: Tensor | None, ini
     "unit": features whose weights have variance 1/(n_(i-1)·taps_i) and whose biases have variance 1, as networks have
     at their own initialisation, are mapped to features of the same kind, whatever L and the widths. Under that scale
     [W]^(s,t), [WW] and [bW] have variance 1/n_t, [Wb] and the traces variance 1 (with Ψ, ψ of variance 1/n_L), and
-    each term of an output is given its share of the variance. [WW] and [bW] get 1/L² of what the others get: they repeat
-    the product S_0 in every layer, so with equal shares the powers of S_0 outgrow the rest once layers are stacked.
+    each term of an output is given its share of the variance. [WW] and [bW] get 1/L² of what the others get: they
+    repeat the product S_0 in every layer, so with equal shares its powers outgrow the rest once layers are stacked.
 
     "xavier_normal": as the authors do it, variance 2 / (fan_in + fan_out) of the coefficient seen as `[e, d, …]`.
     """

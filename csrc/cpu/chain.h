@@ -48,12 +48,8 @@ struct Network {
   const S* bias(int64_t i, int64_t net, int64_t channel) const { return b[i - 1] + (net * s.d + channel) * s.n[i]; }
   const T* connection(int64_t pair) const { return psi + pair * (s.n_0() + 1) * s.n_L() * s.d; }
   // Psi_(pair) of one channel as an operand (q, p), and its transpose (p, q); row n_0 is psi.
-  Operand<T> psi_qp(int64_t pair, int64_t channel) const {
-    return {connection(pair) + channel, s.n_L() * s.d, s.d};
-  }
-  Operand<T> psi_pq(int64_t pair, int64_t channel) const {
-    return {connection(pair) + channel, s.d, s.n_L() * s.d};
-  }
+  Operand<T> psi_qp(int64_t pair, int64_t channel) const { return {connection(pair) + channel, s.n_L() * s.d, s.d}; }
+  Operand<T> psi_pq(int64_t pair, int64_t channel) const { return {connection(pair) + channel, s.d, s.n_L() * s.d}; }
 };
 
 // W_i of one network and channel in the type of computation: where it lies, or converted into `space`.
@@ -164,9 +160,8 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
       const T* R_bar = grad_part(right);
       T* pair_bar = psi_bar + pair * (n_0 + 1) * n_L * d + channel;
       // S_bar += [Psi; psi]^T R_bar
-      gemm<T>(n_L, s.n[i - 1], right.rows,
-              {psi.data + skip * psi.row_stride, psi.column_stride, psi.row_stride}, R_bar, right.row_stride,
-              grad_part(S_t), S_t.row_stride, true);
+      gemm<T>(n_L, s.n[i - 1], right.rows, {psi.data + skip * psi.row_stride, psi.column_stride, psi.row_stride}, R_bar,
+              right.row_stride, grad_part(S_t), S_t.row_stride, true);
       // [Psi; psi]_bar += R_bar S^T
       transpose<T>(n_L, s.n[i - 1], part(S_t), S_t.row_stride, transposed, n_L);
       gemm<T>(right.rows, n_L, s.n[i - 1], {R_bar, right.row_stride, 1}, transposed, n_L, product, n_L, false);
@@ -198,8 +193,7 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
   const Section& last = at.A[L];
   const T* PL_bar = grad + at.PL;
   for (int64_t p = 0; p < n_L; ++p)
-    for (int64_t q = 0; q < n_0; ++q)
-      grad_part(last)[q * last.row_stride + p] += PL_bar[(p * n_0 + q) * d + channel];
+    for (int64_t q = 0; q < n_0; ++q) grad_part(last)[q * last.row_stride + p] += PL_bar[(p * n_0 + q) * d + channel];
 
   for (int64_t i = L; i >= 1; --i) {
     const Section& a = at.A[i];
@@ -238,8 +232,7 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
               accumulate);
       if (suffix && i < L) {
         const Section &S_i = at.S[i], &S_t = at.S[i - 1];
-        gemm<T>(rows, m, n_L, {part(S_i) + j, 1, S_i.row_stride}, grad_part(S_t), S_t.row_stride, sum + j * m, m,
-                true);
+        gemm<T>(rows, m, n_L, {part(S_i) + j, 1, S_i.row_stride}, grad_part(S_t), S_t.row_stride, sum + j * m, m, true);
       }
     }
     if constexpr (!std::is_same_v<S, T>) store_row(sum, n * m, out);

@@ -13,8 +13,10 @@ struct Tile {
     const int64_t n = s.n[i], m = s.n[i - 1];
     // [W; WW; bW] of a tile, 3 d rows, in half of a small second-level cache.
     const int64_t budget = std::max<int64_t>(64, (128 << 10) / (3 * s.d * element_size));
-    columns = m <= 64 ? m : 64;
-    rows = std::min(n, std::max<int64_t>(m <= 64 ? 1 : 2, std::min<int64_t>(budget, 512) / columns));
+    columns = std::min<int64_t>(m, 128);
+    rows = std::max<int64_t>(columns == m ? 1 : kMaxRows, std::min<int64_t>(budget, 768) / columns);
+    if (rows > kMaxRows) rows -= rows % kMaxRows;
+    rows = std::min(rows, n);
   }
   int64_t size() const { return rows * columns; }
   // An odd number of cache lines between rows, so that columns do not fall into one cache set.
@@ -37,17 +39,17 @@ struct EquivariantCall {
   const T* weight_matrix(int64_t i) const { return matrices[2 * i - 2]; }
   const T* bias_matrix(int64_t i) const { return matrices[2 * i - 1]; }
 
-  // Networks in a group: as many as keep the group's intermediates within a few megabytes, eight at most.
+  // Networks in a group: as many as keep the intermediates within 16 MiB, eight at most.
   int64_t group_size() const {
     const int64_t bytes = x.at.size * static_cast<int64_t>(sizeof(T));
-    return std::max<int64_t>(1, std::min<int64_t>(8, (2 << 20) / bytes));
+    return std::max<int64_t>(1, std::min<int64_t>(8, (16 << 20) / bytes));
   }
 
   int64_t scratch_size() const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), n_L = s.n_L(), wide = widest(s) + 16, L = s.L(), group = group_size();
     const int64_t rows = s.e * (n_0 + 1);
-    const int64_t hidden = 2 * rows * s.d * s.columns(L) + group * s.d * s.columns(L) * wide + rows * wide;
+    const int64_t hidden = (1 + group) * rows * s.d * s.columns(L) + group * s.d * s.columns(L) * wide + rows * wide;
     int64_t middle = 0;
     for (int64_t i = 2; i < L; ++i) {
       const Tile tile(s, i, sizeof(T));
@@ -56,8 +58,8 @@ struct EquivariantCall {
       middle = std::max(middle, (4 * s.n[i] + s.n[i - 1]) * s.d + 5 * s.d * s.e + (3 * s.d + 2 * s.e) * ld +
                                     2 * kMaxRows * single_output_rows(i) * s.d + 256);
     }
-    const int64_t last = 2 * s.e * n_L * s.d * (n_0 + 1) + group * (n_L + n_0 + 1) * s.d * wide + s.e * n_L * wide +
-                         L * n_L * s.d;
+    const int64_t last = (1 + group) * s.e * n_L * s.d * (n_0 + 1) + group * (n_L + n_0 + 1) * s.d * wide +
+                         group * s.e * n_L * wide + L * n_L * s.d;
     return std::max({hidden, middle, last, chain_scratch<S, T>(s)}) + 2048;
   }
 
@@ -77,20 +79,29 @@ struct EquivariantCall {
                  true);
   }
 
-  void coefficients_backward(int64_t i, int64_t rows, const T* phi, const T* bar, const T* saved, T* grad,
-                             T* phi_bar) const {
+  // Gradients of some rows of coefficients, [net][r][c, d], of all networks of a group, to those of the matrix.
+  void coefficients_backward(Group group, int64_t i, int64_t rows, const T* bar, int64_t bar_stride, const T* saved,
+                             int64_t stride, T* phi_bar) const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), d = s.d, K = s.hidden_columns(i), c = s.columns(i);
-    const T* G = saved + x.at.G0[i];
-    T* G_bar = grad + x.at.G0[i];
-    for (int64_t r = 0; r < rows; ++r) {
-      add(n_0 * d, bar + r * c * d, phi_bar + r * K);
-      add(i * d, bar + (r * c + n_0) * d, phi_bar + r * K + 3 * n_0 * d);
-    }
-    lane_gemm<T>(d, rows, n_0, n_0, {bar, c, 1}, {G, n_0, 1}, {phi_bar + n_0 * d, K / d, 1}, true);
+    const T* G = saved + group.begin * stride + x.at.G0[i];
+    for (int64_t net = 0; net < group.size(); ++net)
+      for (int64_t r = 0; r < rows; ++r) {
+        const T* from = bar + net * bar_stride + r * c * d;
+        add(n_0 * d, from, phi_bar + r * K);
+        add(i * d, from + n_0 * d, phi_bar + r * K + 3 * n_0 * d);
+      }
+    const Networks networks{group.size(), bar_stride, stride};
+    lane_gemm<T>(d, rows, n_0, n_0, {bar, c, 1}, {G, n_0, 1}, {phi_bar + n_0 * d, K / d, 1}, true, networks);
     lane_gemm<T>(d, rows, n_0, 1, {bar + (c - 1) * d, c, 1}, {G + n_0 * n_0 * d, 1, 1},
-                 {phi_bar + 2 * n_0 * d, K / d, 1}, true);
-    // G_bar[q', q] += sum_r bar[r, q'] Phi_WW[r, q];  g_bar[q] += sum_r bar[r, last] Phi_bW[r, q]
+                 {phi_bar + 2 * n_0 * d, K / d, 1}, true, networks);
+  }
+
+  // G_bar[q', q] += sum_r bar[r, q'] Phi_WW[r, q];  g_bar[q] += sum_r bar[r, last] Phi_bW[r, q]
+  void connected_backward(int64_t i, int64_t rows, const T* phi, const T* bar, T* grad) const {
+    const Shape& s = x.s;
+    const int64_t n_0 = s.n_0(), d = s.d, K = s.hidden_columns(i), c = s.columns(i);
+    T* G_bar = grad + x.at.G0[i];
     lane_gemm<T>(d, n_0, n_0, rows, {bar, 1, c}, {phi + n_0 * d, K / d, 1}, {G_bar, n_0, 1}, true);
     lane_gemm<T>(d, 1, n_0, rows, {bar + (c - 1) * d, 1, c}, {phi + 2 * n_0 * d, K / d, 1},
                  {G_bar + n_0 * n_0 * d, 1, 1}, true);
@@ -135,36 +146,36 @@ struct EquivariantCall {
   }
 
   // grads: [networks of the group][layout.size].
-  void hidden_backward(Group group, int64_t i, const S* W_bar, const S* b_bar, const T* saved, int64_t stride,
-                       T* grads, T* weight_matrix_bar, T* bias_matrix_bar, Scratch<T> scratch) const {
+  void hidden_backward(Group group, int64_t i, const S* W_bar, const S* b_bar, const T* saved, int64_t stride, T* grads,
+                       T* weight_matrix_bar, T* bias_matrix_bar, Scratch<T> scratch) const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), n = s.n[i], inner = s.columns(i) * s.d, K = s.hidden_columns(i);
     const Section& a = x.at.A[i];
     T* transposed = scratch.take(group.size() * inner * n);
     for (int64_t net = group.begin; net < group.end; ++net)
-      transpose<T>(inner, n, saved + net * stride + a.offset, a.ld, transposed + (net - group.begin) * inner * n, inner);
+      transpose<T>(inner, n, saved + net * stride + a.offset, a.ld, transposed + (net - group.begin) * inner * n,
+                   inner);
     T* bar = scratch.take(s.e * (n_0 + 1) * n);
     T* coefficient = scratch.take(s.e * (n_0 + 1) * inner);
-    T* coefficient_bar = scratch.take(s.e * (n_0 + 1) * inner);
+    T* coefficient_bar = scratch.take(group.size() * s.e * (n_0 + 1) * inner);
     const auto blocks = [&](const T* phi, T* phi_bar, int64_t all, int64_t unit, auto&& load) {
       const int64_t size = row_block_size(all, K, unit);
       for (int64_t row = 0; row < all; row += size) {
         const int64_t rows = std::min(size, all - row);
         for (int64_t net = group.begin; net < group.end; ++net) {
-          const T* own = saved + net * stride;
-          T* grad = grads + (net - group.begin) * x.at.size;
+          const int64_t g = net - group.begin;
+          T *grad = grads + g * x.at.size, *own_bar = coefficient_bar + g * size * inner;
           load(net, row, rows);
-          coefficients(i, rows, phi + row * K, own, coefficient);
-          gemm<T>(rows, inner, n, {bar, n, 1}, transposed + (net - group.begin) * inner * n, inner, coefficient_bar,
-                  inner, false);
+          coefficients(i, rows, phi + row * K, saved + net * stride, coefficient);
+          gemm<T>(rows, inner, n, {bar, n, 1}, transposed + g * inner * n, inner, own_bar, inner, false);
           gemm<T>(inner, n, rows, {coefficient, 1, inner}, bar, n, grad + a.offset, a.ld, true);
-          coefficients_backward(i, rows, phi + row * K, coefficient_bar, own, grad, phi_bar + row * K);
+          connected_backward(i, rows, phi + row * K, own_bar, grad);
         }
+        coefficients_backward(group, i, rows, coefficient_bar, size * inner, saved, stride, phi_bar + row * K);
       }
     };
-    blocks(bias_matrix(i), bias_matrix_bar, s.e, 1, [&](int64_t net, int64_t row, int64_t rows) {
-      load_row(b_bar + (net * s.e + row) * n, rows * n, bar);
-    });
+    blocks(bias_matrix(i), bias_matrix_bar, s.e, 1,
+           [&](int64_t net, int64_t row, int64_t rows) { load_row(b_bar + (net * s.e + row) * n, rows * n, bar); });
     if (i != 1) return;
     blocks(weight_matrix(1), weight_matrix_bar, s.e * n_0, n_0, [&](int64_t net, int64_t row, int64_t rows) {
       const S* from = W_bar + (net * s.e * n_0 + row) * n;
@@ -258,8 +269,7 @@ struct EquivariantCall {
   void middle_backward(int64_t net, int64_t i, const S* out_bar, const T* saved, T* grad, S* W_bar, T* matrix_bar,
                        T* psi_bar, Scratch<T> scratch) const {
     const Shape& s = x.s;
-    if (s.n_L() == 1)
-      return single_output_backward(net, i, out_bar, saved, grad, W_bar, matrix_bar, psi_bar, scratch);
+    if (s.n_L() == 1) return single_output_backward(net, i, out_bar, saved, grad, W_bar, matrix_bar, psi_bar, scratch);
     const Tile tile(s, i, sizeof(T));
     const int64_t ld = tile.ld(), n = s.n[i], m = s.n[i - 1], d = s.d, rank = s.rank();
     const Section &left = left_factor(i), &right = right_factor(i), &a = x.at.A[i], &r = x.at.R[i];
@@ -319,16 +329,14 @@ struct EquivariantCall {
     transpose<T>(s.d, s.n[i], saved + left.offset, left.ld, u, s.d);
     transpose<T>(s.d, s.n[i], saved + a.offset + (s.columns(i) - 1) * a.row_stride, a.ld, v, s.d);
     for (int64_t j = 0; j < s.n[i]; ++j)
-      for_lanes<T>(s.d, [&](int64_t k, int count) {
+      for_lanes<T>(s.d, [&](int64_t k, auto count) {
         T* at = v + j * s.d + k;
         store_lanes(at, load_lanes(at, count) * load_lanes(psi + k, count), count);
       });
   }
 
   // Rows j that meet Phi_1 together.
-  int64_t single_output_rows(int64_t i) const {
-    return std::min(s().n[i], std::max<int64_t>(1, 128 / s().n[i - 1]));
-  }
+  int64_t single_output_rows(int64_t i) const { return std::min(s().n[i], std::max<int64_t>(1, 128 / s().n[i - 1])); }
 
   void single_output_forward(int64_t net, int64_t i, const T* saved, S* W_out, Scratch<T> scratch) const {
     const Shape& s = x.s;
@@ -347,7 +355,7 @@ struct EquivariantCall {
       gemm<T>(s.e, rows * m, d, {phi, 3 * d, 1}, data, ld, product, ld, false);
       for (int64_t j = first; j < first + rows; ++j) {
         for (int64_t e = 0; e < s.e; ++e)
-          for_lanes<T>(d, [&](int64_t k, int count) {
+          for_lanes<T>(d, [&](int64_t k, auto count) {
             const T* row = phi + e * 3 * d + k;
             store_lanes(mixed + e * d + k,
                         load_lanes(row + d, count) * load_lanes(u + j * d + k, count) +
@@ -372,7 +380,7 @@ struct EquivariantCall {
     for (int64_t j = 0; j < rows; j += 2) {
       const bool pair = j + 1 < rows;
       const T *first = mixed_bar + j * E * d, *second = pair ? first + E * d : first;
-      for_lanes<T>(d, [&](int64_t k, int count) {
+      for_lanes<T>(d, [&](int64_t k, auto count) {
         const int64_t at = j * d + k, next = pair ? at + d : at;
         const Vec none{}, u_0 = load_lanes(u + at, count), v_0 = load_lanes(v + at, count);
         const Vec u_1 = pair ? load_lanes(u + next, count) : none, v_1 = pair ? load_lanes(v + next, count) : none;
@@ -436,7 +444,7 @@ struct EquivariantCall {
         for (int64_t channel = 0; channel < d; ++channel) {
           const T *second = phi_transposed + (d + channel) * E, *third = phi_transposed + (2 * d + channel) * E;
           const Vec by_u = Simd<T>::broadcast(u[j * d + channel]), by_v = Simd<T>::broadcast(v[j * d + channel]);
-          for_lanes<T>(E, [&](int64_t k, int count) {
+          for_lanes<T>(E, [&](int64_t k, auto count) {
             store_lanes(mixed + channel * E + k,
                         by_u * load_lanes(second + k, count) + by_v * load_lanes(third + k, count), count);
           });
@@ -499,14 +507,14 @@ struct EquivariantCall {
     const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L(), d = s.d, m = s.n[L - 1], all = s.e * n_L;
     const int64_t inner = d * (n_0 + 1), K = 3 * n_L * d, size = row_block_size(all, K, 1);
     const Section &S_t = x.at.S[L - 1], &right = x.at.R[L];
+    const int64_t nets = group.size(), ld = nets * m;
     T* Y = scratch.take(size * inner);
-    T* Y_bar = scratch.take(size * inner);
-    T* bar = scratch.take(size * m);
-    T* W_transposed = scratch.take(group.size() * n_L * d * m);
-    T* right_transposed = scratch.take(group.size() * inner * m);
-    for (int64_t net = group.begin; net < group.end; ++net) {
-      const T* own = saved + net * stride;
-      const int64_t g = net - group.begin;
+    T* Y_bar = scratch.take(nets * size * inner);
+    T* bar = scratch.take(size * ld);  // [row][net][k]: one long sum over networks and k for Phi_1
+    T* W_transposed = scratch.take(nets * n_L * d * m);
+    T* right_transposed = scratch.take(nets * inner * m);
+    for (int64_t g = 0; g < nets; ++g) {
+      const T* own = saved + (group.begin + g) * stride;
       transpose<T>(n_L * d, m, own + S_t.offset, S_t.ld, W_transposed + g * n_L * d * m, n_L * d);
       transpose<T>(inner, m, own + right.offset, right.ld, right_transposed + g * inner * m, inner);
     }
@@ -514,24 +522,29 @@ struct EquivariantCall {
       const int64_t rows = std::min(size, all - row);
       const T* matrix = weight_matrix(L) + row * K;
       T* to = matrix_bar + row * K;
-      for (int64_t net = group.begin; net < group.end; ++net) {
-        const int64_t g = net - group.begin;
-        const T *own = saved + net * stride, *PL = own + x.at.PL, *b = last_bias(own);
-        T* grad = grads + g * x.at.size;
-        load_row(out_bar + (net * all + row) * m, rows * m, bar);
+      for (int64_t g = 0; g < nets; ++g) {
+        const int64_t net = group.begin + g;
+        const T* own = saved + net * stride;
+        T *grad = grads + g * x.at.size, *own_bar = bar + g * m, *own_Y_bar = Y_bar + g * size * inner;
+        for (int64_t r = 0; r < rows; ++r) load_row(out_bar + (net * all + row + r) * m, m, own_bar + r * ld);
         last_left(rows, matrix, own, Y);
-        gemm<T>(rows, n_L * d, m, {bar, m, 1}, W_transposed + g * n_L * d * m, n_L * d, to, K, true);
-        gemm<T>(n_L * d, m, rows, {matrix, 1, K}, bar, m, grad + S_t.offset, S_t.ld, true);
-        gemm<T>(rows, inner, m, {bar, m, 1}, right_transposed + g * inner * m, inner, Y_bar, inner, false);
-        gemm<T>(inner, m, rows, {Y, 1, inner}, bar, m, grad + right.offset, right.ld, true);
-        // Phi_2_bar[r, p] += sum_q Y_bar[r, q] P[p, q];  P_bar[p, q] += sum_r Phi_2[r, p] Y_bar[r, q]; so Phi_3, b_L.
-        lane_gemm<T>(d, rows, n_L, n_0, {Y_bar, n_0 + 1, 1}, {PL, 1, n_0}, {to + n_L * d, 3 * n_L, 1}, true);
-        lane_gemm<T>(d, n_L, n_0, rows, {matrix + n_L * d, 1, 3 * n_L}, {Y_bar, n_0 + 1, 1}, {grad + x.at.PL, n_0, 1},
-                     true);
-        lane_gemm<T>(d, rows, n_L, 1, {Y_bar + n_0 * d, n_0 + 1, 1}, {b, 1, 1}, {to + 2 * n_L * d, 3 * n_L, 1}, true);
-        lane_gemm<T>(d, n_L, 1, rows, {matrix + 2 * n_L * d, 1, 3 * n_L}, {Y_bar + n_0 * d, n_0 + 1, 1},
+        gemm<T>(n_L * d, m, rows, {matrix, 1, K}, own_bar, ld, grad + S_t.offset, S_t.ld, true);
+        gemm<T>(rows, inner, m, {own_bar, ld, 1}, right_transposed + g * inner * m, inner, own_Y_bar, inner, false);
+        gemm<T>(inner, m, rows, {Y, 1, inner}, own_bar, ld, grad + right.offset, right.ld, true);
+        // P_bar[p, q] += sum_r Phi_2[r, p] Y_bar[r, q], and likewise b_L
+        lane_gemm<T>(d, n_L, n_0, rows, {matrix + n_L * d, 1, 3 * n_L}, {own_Y_bar, n_0 + 1, 1},
+                     {grad + x.at.PL, n_0, 1}, true);
+        lane_gemm<T>(d, n_L, 1, rows, {matrix + 2 * n_L * d, 1, 3 * n_L}, {own_Y_bar + n_0 * d, n_0 + 1, 1},
                      {F_bar + net * s.readout_columns() + Features(s).b, 1, 1}, true);
       }
+      // Phi_1_bar += bar W^T;  Phi_2_bar[r, p] += sum_q Y_bar[r, q] P[p, q];  Phi_3_bar[r, p] += Y_bar[r, n_0] b[p]
+      gemm<T>(rows, n_L * d, ld, {bar, ld, 1}, W_transposed, n_L * d, to, K, true);
+      const T* own = saved + group.begin * stride;
+      const Networks networks{nets, size * inner, stride};
+      lane_gemm<T>(d, rows, n_L, n_0, {Y_bar, n_0 + 1, 1}, {own + x.at.PL, 1, n_0}, {to + n_L * d, 3 * n_L, 1}, true,
+                   networks);
+      lane_gemm<T>(d, rows, n_L, 1, {Y_bar + n_0 * d, n_0 + 1, 1}, {last_bias(own), 1, 1},
+                   {to + 2 * n_L * d, 3 * n_L, 1}, true, networks);
     }
   }
 };
@@ -544,7 +557,9 @@ struct Accumulator {
   explicit Accumulator(const Shape& s) {
     for (int64_t i = 1; i <= s.L(); ++i) {
       matrices.push_back(size);
-      size += i == 1 ? s.e * s.n_0() * s.hidden_columns(1) : i == s.L() ? s.e * s.n_L() * 3 * s.n_L() * s.d : s.e * 3 * s.d;
+      size += i == 1       ? s.e * s.n_0() * s.hidden_columns(1)
+              : i == s.L() ? s.e * s.n_L() * 3 * s.n_L() * s.d
+                           : s.e * 3 * s.d;
       matrices.push_back(size);
       if (i < s.L()) size += s.e * s.hidden_columns(i);
     }
@@ -620,15 +635,14 @@ void equivariant_backward(const Shape& s, const S* const* W_out_bar, const S* co
   T* grads = accumulators + chunks * sums.size;
   T *F = grads + slots * at.size, *F_bar = F + s.B * K, *bar = F_bar + s.B * K;
 
-  for (int64_t net = 0; net < s.B; ++net)
-    std::memcpy(F + net * K, saved + net * stride + at.size, K * sizeof(T));
+  for (int64_t net = 0; net < s.B; ++net) std::memcpy(F + net * K, saved + net * stride + at.size, K * sizeof(T));
   load_row(b_out_bar[L - 1], s.B * rows, bar);
   readout_backward(s.B, rows, K, matrices[2 * L - 1], F, bar, F_bar, matrices_bar[2 * L - 1], parallel);
 
   const auto layer = [&](Group group, int64_t i, T* group_grads, T* sum, Scratch<T> scratch) {
     if (i < L)
-      call.hidden_backward(group, i, W_out_bar[0], b_out_bar[i - 1], saved, stride, group_grads,
-                           sum + sums.matrices[0], sum + sums.matrices[2 * i - 1], scratch);
+      call.hidden_backward(group, i, W_out_bar[0], b_out_bar[i - 1], saved, stride, group_grads, sum + sums.matrices[0],
+                           sum + sums.matrices[2 * i - 1], scratch);
     else
       call.last_backward(group, W_out_bar[L - 1], saved, stride, group_grads, F_bar, sum + sums.matrices[2 * L - 2],
                          scratch);
@@ -648,7 +662,8 @@ void equivariant_backward(const Shape& s, const S* const* W_out_bar, const S* co
   };
   const auto chain = [&](int64_t net, int64_t channel, T* grad, T* sum, Scratch<T> scratch) {
     // Only middle layers have a direct gradient in W_bar; the last layer's is in that of S_(L-1).
-    chain_backward(call.x, net, channel, true, saved + net * stride, grad, sum + sums.psi, W_bar, b_bar, false, scratch);
+    chain_backward(call.x, net, channel, true, saved + net * stride, grad, sum + sums.psi, W_bar, b_bar, false,
+                   scratch);
   };
   if (by_network) {
     parallel.split(s.B, [&](int64_t chunk, int64_t begin, int64_t end) {
@@ -688,7 +703,8 @@ void equivariant_backward(const Shape& s, const S* const* W_out_bar, const S* co
 
   // Sum over threads, in the order of the threads.
   const auto total = [&](int64_t offset, int64_t count, T* out) {
-    for (int64_t chunk = 1; chunk < chunks; ++chunk) add(count, accumulators + chunk * sums.size + offset, accumulators + offset);
+    for (int64_t chunk = 1; chunk < chunks; ++chunk)
+      add(count, accumulators + chunk * sums.size + offset, accumulators + offset);
     std::memcpy(out, accumulators + offset, count * sizeof(T));
   };
   parallel.split(2 * L, [&](int64_t, int64_t begin, int64_t end) {

@@ -109,8 +109,7 @@ struct RowBlocks {
 
 // A transposed A (row_stride 1) is read with strides: keep K at 64 or less there, or its rows may share few cache sets.
 template <typename T>
-void gemm(int64_t M, int64_t N, int64_t K, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc,
-          bool accumulate) {
+void gemm(int64_t M, int64_t N, int64_t K, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc, bool accumulate) {
   constexpr int W = Simd<T>::kWidth;
   const RowBlocks blocks(M);
   int64_t k = 0;

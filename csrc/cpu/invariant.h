@@ -45,8 +45,7 @@ void invariant_backward(const Shape& s, const S* out_bar, const S* const* W, con
   thread_local std::vector<T> memory;
   memory.resize(s.B * (2 * K + s.e + at.size));
   T *F = memory.data(), *F_bar = F + s.B * K, *bar = F_bar + s.B * K, *grads = bar + s.B * s.e;
-  for (int64_t net = 0; net < s.B; ++net)
-    std::memcpy(F + net * K, saved + net * stride + at.size, K * sizeof(T));
+  for (int64_t net = 0; net < s.B; ++net) std::memcpy(F + net * K, saved + net * stride + at.size, K * sizeof(T));
   load_row(out_bar, s.B * s.e, bar);
   readout_backward(s.B, s.e, K, matrix, F, bar, F_bar, matrix_bar, parallel);
   std::fill(psi_bar, psi_bar + s.psi_size(), T(0));

@@ -12,8 +12,7 @@ namespace MAGEP_ISA {
 
 template <typename S, typename T>
 constexpr Kernels<S, T> entries() {
-  return {&equivariant_forward<S, T>, &equivariant_backward<S, T>, &invariant_forward<S, T>,
-          &invariant_backward<S, T>};
+  return {&equivariant_forward<S, T>, &equivariant_backward<S, T>, &invariant_forward<S, T>, &invariant_backward<S, T>};
 }
 
 extern const KernelTable table;

@@ -8,12 +8,13 @@
 namespace magep {
 namespace MAGEP_ISA {
 
-// Calls body(offset, count) for each vector of `n` lanes; count is the number of valid lanes.
+// Calls body(offset, count) for each vector of `n` lanes; count is the number of valid lanes, a constant but for the
+// last vector.
 template <typename T, typename Body>
 inline void for_lanes(int64_t n, Body&& body) {
   constexpr int W = Simd<T>::kWidth;
   int64_t k = 0;
-  for (; k + W <= n; k += W) body(k, W);
+  for (; k + W <= n; k += W) body(k, std::integral_constant<int, W>{});
   if (k < n) body(k, static_cast<int>(n - k));
 }
 
@@ -33,7 +34,7 @@ inline void store_lanes(T* p, typename Simd<T>::Vec v, int count) {
 // out += x * y
 template <typename T>
 inline void add_product(int64_t n, const T* x, const T* y, T* out) {
-  for_lanes<T>(n, [&](int64_t k, int count) {
+  for_lanes<T>(n, [&](int64_t k, auto count) {
     store_lanes(out + k, load_lanes(out + k, count) + load_lanes(x + k, count) * load_lanes(y + k, count), count);
   });
 }
@@ -41,7 +42,7 @@ inline void add_product(int64_t n, const T* x, const T* y, T* out) {
 // out += x
 template <typename T>
 inline void add(int64_t n, const T* x, T* out) {
-  for_lanes<T>(n, [&](int64_t k, int count) {
+  for_lanes<T>(n, [&](int64_t k, auto count) {
     store_lanes(out + k, load_lanes(out + k, count) + load_lanes(x + k, count), count);
   });
 }
@@ -50,7 +51,7 @@ inline void add(int64_t n, const T* x, T* out) {
 template <typename T>
 inline void add_scaled(int64_t n, T a, const T* x, T* out) {
   const auto scale = Simd<T>::broadcast(a);
-  for_lanes<T>(n, [&](int64_t k, int count) {
+  for_lanes<T>(n, [&](int64_t k, auto count) {
     store_lanes(out + k, load_lanes(out + k, count) + scale * load_lanes(x + k, count), count);
   });
 }
@@ -59,13 +60,13 @@ inline void add_scaled(int64_t n, T a, const T* x, T* out) {
 template <typename T>
 inline void scale(int64_t n, T a, const T* x, T* out) {
   const auto factor = Simd<T>::broadcast(a);
-  for_lanes<T>(n, [&](int64_t k, int count) { store_lanes(out + k, factor * load_lanes(x + k, count), count); });
+  for_lanes<T>(n, [&](int64_t k, auto count) { store_lanes(out + k, factor * load_lanes(x + k, count), count); });
 }
 
 template <typename T>
 inline T dot(int64_t n, const T* x, const T* y) {
   typename Simd<T>::Vec sum{};
-  for_lanes<T>(n, [&](int64_t k, int count) { sum += load_lanes(x + k, count) * load_lanes(y + k, count); });
+  for_lanes<T>(n, [&](int64_t k, auto count) { sum += load_lanes(x + k, count) * load_lanes(y + k, count); });
   T total = 0;
   for (int k = 0; k < Simd<T>::kWidth; ++k) total += sum[k];
   return total;
@@ -79,26 +80,33 @@ struct LaneMatrix {
   int64_t row_stride, column_stride;
 };
 
+// A sum over networks as well: `count` of them, the operands of each this many numbers after those of the one before.
+struct Networks {
+  int64_t count = 1, a_stride = 0, b_stride = 0;
+};
+
 // One block of MB x NB results of lane_gemm in one vector of channels.
-template <typename T, int MB, int NB, typename Left, typename Right, typename At>
-inline void lane_block(int64_t K, int count, const Left& left, const Right& right, const At& at, bool accumulate) {
+template <typename T, int MB, int NB, typename Count, typename Left, typename Right, typename At>
+inline void lane_block(int64_t K, int64_t networks, Count count, const Left& left, const Right& right, const At& at,
+                       bool accumulate) {
   using Vec = typename Simd<T>::Vec;
   Vec sum[MB][NB];
 #pragma GCC unroll 8
   for (int m = 0; m < MB; ++m)
 #pragma GCC unroll 4
     for (int n = 0; n < NB; ++n) sum[m][n] = accumulate ? load_lanes(at(m, n), count) : Vec{};
-  for (int64_t k = 0; k < K; ++k) {
-    Vec r[NB];
+  for (int64_t net = 0; net < networks; ++net)
+    for (int64_t k = 0; k < K; ++k) {
+      Vec r[NB];
 #pragma GCC unroll 4
-    for (int n = 0; n < NB; ++n) r[n] = load_lanes(right(k, n), count);
+      for (int n = 0; n < NB; ++n) r[n] = load_lanes(right(net, k, n), count);
 #pragma GCC unroll 8
-    for (int m = 0; m < MB; ++m) {
-      const Vec l = load_lanes(left(m, k), count);
+      for (int m = 0; m < MB; ++m) {
+        const Vec l = load_lanes(left(net, m, k), count);
 #pragma GCC unroll 4
-      for (int n = 0; n < NB; ++n) sum[m][n] += l * r[n];
+        for (int n = 0; n < NB; ++n) sum[m][n] += l * r[n];
+      }
     }
-  }
 #pragma GCC unroll 8
   for (int m = 0; m < MB; ++m)
 #pragma GCC unroll 4
@@ -107,16 +115,17 @@ inline void lane_block(int64_t K, int count, const Left& left, const Right& righ
 
 template <typename T>
 void lane_gemm(int64_t d, int64_t M, int64_t N, int64_t K, LaneMatrix<const T> a, LaneMatrix<const T> b,
-               LaneMatrix<T> out, bool accumulate) {
+               LaneMatrix<T> out, bool accumulate, Networks networks = {}) {
   const int64_t a_m = a.row_stride * d, a_k = a.column_stride * d, b_k = b.row_stride * d, b_n = b.column_stride * d;
   const int64_t out_m = out.row_stride * d, out_n = out.column_stride * d;
-  const auto with_count = [&](int64_t lane, int count) {
+  const auto with_count = [&](int64_t lane, auto count) {
     const auto block = [&](auto MB, auto NB, int64_t m, int64_t n) {
       const T *left = a.data + m * a_m + lane, *right = b.data + n * b_n + lane;
       T* to = out.data + m * out_m + n * out_n + lane;
       lane_block<T, decltype(MB)::value, decltype(NB)::value>(
-          K, count, [=](int64_t i, int64_t k) { return left + i * a_m + k * a_k; },
-          [=](int64_t k, int64_t j) { return right + k * b_k + j * b_n; },
+          K, networks.count, count,
+          [=](int64_t net, int64_t i, int64_t k) { return left + net * networks.a_stride + i * a_m + k * a_k; },
+          [=](int64_t net, int64_t k, int64_t j) { return right + net * networks.b_stride + k * b_k + j * b_n; },
           [=](int64_t i, int64_t j) { return to + i * out_m + j * out_n; }, accumulate);
     };
     const auto columns = [&](auto MB, int64_t m) {
@@ -128,10 +137,7 @@ void lane_gemm(int64_t d, int64_t M, int64_t N, int64_t K, LaneMatrix<const T> a
     for (; m + 4 <= M; m += 4) columns(std::integral_constant<int, 4>{}, m);
     for (; m < M; ++m) columns(std::integral_constant<int, 1>{}, m);
   };
-  constexpr int W = Simd<T>::kWidth;
-  int64_t lane = 0;
-  for (; lane + W <= d; lane += W) with_count(lane, W);
-  if (lane < d) with_count(lane, static_cast<int>(d - lane));
+  for_lanes<T>(d, with_count);
 }
 
 }  // namespace MAGEP_ISA

@@ -1,4 +1,5 @@
-// Shapes of a call and where each intermediate lives. Indices follow the paper: layers i = 1 ... L, widths n[0] ... n[L].
+// Shapes of a call and where each intermediate lives. Indices follow the paper: layers i = 1 ... L, widths n[0] ...
+// n[L].
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// The invariants of a network, which the bias of the last layer and the invariant layer are linear maps of, in the order
-// of the table of terms: P_L, [WW], [bW], [Wb], b_L, the two traces, 1. Channels are innermost throughout.
+// The invariants of a network, which the bias of the last layer and the invariant layer are linear maps of, in the
+// order of the table of terms: P_L, [WW], [bW], [Wb], b_L, the two traces, 1. Channels are innermost throughout.
 #pragma once
 
 #include "chain.h"

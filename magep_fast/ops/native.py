@@ -1,11 +1,11 @@
 """The backend `cpu`: one native operator call per layer and direction.
 
-The operators `magep_fast::equivariant`, `magep_fast::invariant` and their backwards take and return lists of tensors. They
-have fake kernels (for torch.compile and torch.export) and autograd formulas. Layers call them through the autograd
-Functions below, which do the same with a tenth of the overhead, and know vmap and forward mode as well.
+The operators `magep_fast::equivariant`, `magep_fast::invariant` and their backwards take and return lists of tensors.
+They have fake kernels (for torch.compile and torch.export) and autograd formulas. Layers call them through the autograd
+Functions below, which do the same with less overhead, and know vmap and forward mode as well.
 
-What no kernel computes (second derivatives, forward mode, vmap over parameters) is done by the `torch` backend, the same
-function in torch ops.
+What no kernel computes (second derivatives, forward mode, vmap over parameters) is done by the `torch` backend, the
+same function in torch ops.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def has_kernel(table: Table) -> bool:
-    """Whether the fused kernels cover a table: all terms, one weight per connection, a hidden layer. Others run as torch
-    ops."""
+    """Whether the fused kernels cover a table: all terms, one weight per connection, a hidden layer. Other tables run
+    in torch ops."""
     taps = set(table.space.taps + table.out_taps)
     return table.terms == GROUPS["all"] and taps == {1} and table.space.num_layers > 1
 
@@ -122,7 +122,7 @@ class _Operation(torch.autograd.Function):
 
     @classmethod
     def forward_mode(cls, ctx: Any, tangents: Sequence[Tensor | None]) -> tuple:
-        *tensors, saved = ctx.saved_tensors
+        tensors = ctx.saved_tensors[:-1]
         moving = [k for k, tangent in enumerate(tangents) if tangent is not None]
 
         def function(*varied: Tensor) -> tuple[Tensor, ...]:
