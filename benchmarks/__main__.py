@@ -2,13 +2,14 @@
 
 import argparse
 
-from benchmarks import layers
+from benchmarks import layers, scaling
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Memory and runtime benchmarks.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    layers.add_arguments(commands.add_parser("layers", help="one layer, backend against backend"))
+    layers.add_arguments(commands.add_parser("layers", help="one layer, implementation against implementation"))
+    scaling.add_arguments(commands.add_parser("scaling", help="cost against width, depth, channels and batch"))
     arguments = parser.parse_args()
     arguments.run(arguments)
 

@@ -1,4 +1,4 @@
-"""One layer, forward and backward, backend against backend, at the shapes people have."""
+"""One layer, forward and backward, implementation against implementation, at the shapes people have."""
 
 from __future__ import annotations
 
@@ -6,33 +6,39 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from torch import Tensor, nn
 
+from benchmarks.floor import Machine, equivariant_flops, floor_seconds, invariant_flops
 from benchmarks.measure import count_ops, peak_memory, set_threads, time_interleaved
+from benchmarks.report import append_rows
 from magep_fast import MagepEquivariant, MagepInvariant, WeightFeatures, WeightSpace, available_backends, use_backend
+
+COMPILED = "torch.compile(reference)"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer's shape: hidden networks of these widths, d = e channels, B networks."""
+    """A batch of networks of these widths, and a layer with as many channels out as in."""
 
     name: str
     widths: tuple[int, ...]
     channels: int
     batch_size: int
 
-    def features(self, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> WeightFeatures:
+    def features(self, dtype: torch.dtype = torch.float32) -> WeightFeatures:
         """Networks at the scale of their own initialisation: weights of variance 1/n_(i-1), biases of variance 1."""
         size, widths = (self.batch_size, self.channels), self.widths
         features = WeightFeatures(
             (torch.randn(*size, n, m, dtype=dtype) * m**-0.5 for m, n in pairwise(widths)),
             (torch.randn(*size, n, dtype=dtype) for n in widths[1:]),
         )
-        return features.map(lambda x: x.requires_grad_(requires_grad))
+        return features.map(Tensor.requires_grad_)
 
 
 SHAPES = {
@@ -42,88 +48,153 @@ SHAPES = {
     "d": Shape("wide", (16, 256, 256, 256, 10), 16, 4),
     "e": Shape("deep", (16, *(64,) * 7, 10), 32, 8),
 }
-LAYERS = {"equivariant": MagepEquivariant, "invariant": MagepInvariant}
+LAYERS: dict[str, type[MagepEquivariant] | type[MagepInvariant]] = {
+    "equivariant": MagepEquivariant,
+    "invariant": MagepInvariant,
+}
+FLOPS = {"equivariant": equivariant_flops, "invariant": invariant_flops}
 
 
-def training_pass(layer: torch.nn.Module, features: WeightFeatures, backend: str) -> Callable[[], list[torch.Tensor]]:
-    """A call that runs forward and backward from fixed random output gradients: gradients of inputs and parameters."""
+class Subject:
+    """A layer in one implementation with inputs and fixed output gradients, ready to be called."""
 
-    def outputs() -> tuple[torch.Tensor, ...]:
-        result = layer(features)
-        return (result,) if isinstance(result, torch.Tensor) else result.tensors()
+    def __init__(self, layer: nn.Module, features: WeightFeatures, implementation: str):
+        self.backend = "reference" if implementation == COMPILED else implementation
+        self.layer = torch.compile(layer, fullgraph=True) if implementation == COMPILED else layer
+        self.features, self.inputs = features, [*features.tensors(), *layer.parameters()]
+        generator = torch.Generator().manual_seed(1)
+        self.gradients = [torch.randn(y.shape, dtype=y.dtype, generator=generator) for y in self.forward()]
 
-    with use_backend(backend), torch.random.fork_rng():
-        torch.manual_seed(1)
-        gradients = [torch.randn(x.shape, dtype=x.dtype) for x in outputs()]
-    inputs = [*features.tensors(), *layer.parameters()]
+    def forward(self) -> tuple[Tensor, ...]:
+        with use_backend(self.backend):
+            result = self.layer(self.features)
+        return (result,) if isinstance(result, Tensor) else result.tensors()
 
-    def run() -> list[torch.Tensor]:
-        with use_backend(backend):
-            y = outputs()
-        # Entries no term reads (a bias of no use to the invariant layer, say) have no gradient.
-        return [*y, *(g for g in torch.autograd.grad(y, inputs, gradients, allow_unused=True) if g is not None)]
+    def inference(self) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return self.forward()
 
-    return run
+    def training(self) -> list[Tensor]:
+        """Outputs, then the gradients of inputs and parameters."""
+        y = self.forward()
+        # The bias of a layer that no term reads has no gradient.
+        gradients = torch.autograd.grad(y, self.inputs, self.gradients, allow_unused=True)
+        return [*y, *(g for g in gradients if g is not None)]
 
 
-def disagreement(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+def disagreement(found: list[Tensor], expected: list[Tensor]) -> float:
     """The largest error of any output or gradient, relative to the largest entry of that tensor."""
-    return max(
-        (
-            float(((x - y).abs().max() / y.abs().max().clamp_min(1e-30)).detach())
-            for x, y in zip(found, expected, strict=True)
-        ),
-        default=0.0,
+    with torch.no_grad():
+        errors = [
+            float((x - y).abs().max() / y.abs().max().clamp_min(1e-30)) for x, y in zip(found, expected, strict=True)
+        ]
+    return max(errors, default=0.0)
+
+
+def measure(
+    kind: str, shape: Shape, implementations: list[str], repeats: int, machine: Machine, tick: Callable[[], object]
+) -> list[dict[str, object]]:
+    """One row per implementation, the first being the one others are compared with."""
+    torch.manual_seed(0)
+    features = shape.features()
+    layer = LAYERS[kind](WeightSpace(shape.widths), shape.channels, shape.channels)
+    subjects = [Subject(layer, features, name) for name in implementations]
+    expected = subjects[0].training()
+    errors = [disagreement(subject.training(), expected) for subject in subjects]
+    forward = time_interleaved([subject.inference for subject in subjects], max(3, repeats // 4))
+    both = time_interleaved([subject.training for subject in subjects], repeats, progress=tick)
+    flops = FLOPS[kind](shape.widths, shape.channels, shape.channels, shape.batch_size)
+    least = floor_seconds(
+        machine,
+        flops,
+        sum(x.nbytes for x in features.tensors()),
+        sum(y.nbytes for y in subjects[0].inference()),
+        sum(p.nbytes for p in layer.parameters()),
     )
+    rows: list[dict[str, object]] = []
+    for name, subject, error, inference, training in zip(implementations, subjects, errors, forward, both, strict=True):
+        memory = peak_memory(subject.training)
+        rows.append(
+            {
+                "layer": kind,
+                "shape": shape.name,
+                "widths": "-".join(map(str, shape.widths)),
+                "channels": shape.channels,
+                "batch": shape.batch_size,
+                "implementation": name,
+                "forward_ms": round(inference.p50 * 1e3, 4),
+                "p20_ms": round(training.p20 * 1e3, 4),
+                "p50_ms": round(training.p50 * 1e3, 4),
+                "p80_ms": round(training.p80 * 1e3, 4),
+                # No speed-up is reported for a wrong answer.
+                "speed_up": round(both[0].p50 / training.p50, 3) if error < 1e-3 else f"wrong by {error:.0e}",
+                "peak_mb": round(memory / 1e6, 3),
+                "ops": count_ops(subject.training) if name != COMPILED else "",
+                "times_floor": round(training.p50 / least, 3),
+                "gflops": round(3 * flops / training.p50 / 1e9, 2),
+            }
+        )
+    return rows
 
 
 def run(arguments: argparse.Namespace) -> None:
     console = Console()
-    torch.manual_seed(0)
     threads = set_threads(arguments.threads)
-    backends = ["reference", *(name for name in available_backends() if name != "reference")]
+    implementations = ["reference", *(name for name in available_backends() if name != "reference")]
+    if arguments.compile:
+        implementations.insert(1, COMPILED)
+    machine = Machine.measure()
     table = Table(
-        title=f"One layer, forward + backward, float32, {threads} threads, {arguments.repeats} interleaved repeats"
+        title=f"One layer, forward + backward, float32, {threads} threads, {arguments.repeats} interleaved repeats",
+        caption=(
+            f"floor: {machine.flops / 1e9:.0f} GFLOP/s (torch.mm 512³), copies at {machine.warm_bytes / 1e9:.1f} GB/s "
+            f"into warm and {machine.fresh_bytes / 1e9:.1f} GB/s into fresh memory, measured in this run"
+        ),
     )
-    for column in ("layer", "shape", "backend"):
+    for column in ("layer", "shape", "implementation"):
         table.add_column(column)
-    for column in ("median ms", "p20–p80", "speed-up", "peak MB", "memory", "ops"):
+    for column in ("forward ms", "fwd+bwd ms", "p20–p80", "speed-up", "peak MB", "memory", "ops", "× floor"):
         table.add_column(column, justify="right")
-    kinds = list(LAYERS)
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("timing", total=len(kinds) * len(arguments.shapes) * arguments.repeats)
+        task = progress.add_task("timing", total=len(LAYERS) * len(arguments.shapes) * arguments.repeats)
         try:
-            for kind in kinds:
+            for kind in LAYERS:
                 for key in arguments.shapes:
-                    shape = SHAPES[key]
                     progress.update(task, description=f"{kind} {key}")
-                    features = shape.features()
-                    layer = LAYERS[kind](WeightSpace(shape.widths), shape.channels, shape.channels)
-                    calls = [training_pass(layer, features, backend) for backend in backends]
-                    errors = [disagreement(call(), calls[0]()) for call in calls]
-                    timings = time_interleaved(calls, arguments.repeats, progress=lambda: progress.advance(task))
-                    memory = [peak_memory(call) for call in calls]
-                    for k, backend in enumerate(backends):
-                        timing, agrees = timings[k], errors[k] < 1e-3
-                        table.add_row(
-                            kind if k == 0 else "",
-                            f"{key}: {shape.name}" if k == 0 else "",
-                            backend,
-                            f"{timing.p50 * 1e3:.2f}",
-                            f"{timing.p20 * 1e3:.2f}–{timing.p80 * 1e3:.2f}",
-                            f"{timings[0].p50 / timing.p50:.2f}×" if agrees else f"disagrees by {errors[k]:.0e}",
-                            f"{memory[k] / 1e6:.1f}",
-                            f"{memory[k] / memory[0]:.2f}×",
-                            str(count_ops(calls[k])),
-                            end_section=k == len(backends) - 1,
-                        )
+                    rows = measure(
+                        kind, SHAPES[key], implementations, arguments.repeats, machine, lambda: progress.advance(task)
+                    )
+                    _add_to(table, key, rows)
+                    if arguments.out:
+                        append_rows(arguments.out / "layers.csv", rows)
         except KeyboardInterrupt:
             console.print("interrupted: the finished rows follow")
     console.print(table)
 
 
+def _add_to(table: Table, key: str, rows: list[dict[str, object]]) -> None:
+    for k, row in enumerate(rows):
+        speed_up = row["speed_up"]
+        table.add_row(
+            str(row["layer"]) if k == 0 else "",
+            f"{key}: {row['shape']}" if k == 0 else "",
+            str(row["implementation"]),
+            f"{row['forward_ms']:.2f}",
+            f"{row['p50_ms']:.2f}",
+            f"{row['p20_ms']:.2f}–{row['p80_ms']:.2f}",
+            f"{speed_up:.2f}×" if isinstance(speed_up, float) else str(speed_up),
+            f"{row['peak_mb']:.1f}",
+            f"{row['peak_mb'] / rows[0]['peak_mb']:.2f}×",  # type: ignore[operator]
+            str(row["ops"]),
+            f"{row['times_floor']:.2f}",
+            end_section=k == len(rows) - 1,
+        )
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="which shapes")
-    parser.add_argument("--repeats", type=int, default=20, help="timed calls of each backend (default 20)")
+    parser.add_argument("--repeats", type=int, default=20, help="timed calls of each implementation (default 20)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
+    parser.add_argument("--compile", action="store_true", help=f"also {COMPILED}; compiling takes minutes")
+    parser.add_argument("--out", type=Path, help="folder for layers.csv, to which rows are appended")
     parser.set_defaults(run=run)
