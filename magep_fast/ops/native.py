@@ -97,28 +97,20 @@ class _Operation(torch.autograd.Function):
         operator = getattr(torch.ops.magep_fast, cls.name)
         return tuple(operator(*_split(L, tensors), out_channels))
 
-    @classmethod
-    def run_backward(
-        cls, L: int, out_channels: int, grads: Sequence[Tensor], tensors: Sequence[Tensor], saved: Tensor
-    ) -> tuple[Tensor, ...]:
-        operator = getattr(torch.ops.magep_fast, f"{cls.name}_backward")
-        return tuple(operator(list(grads), *_split(L, tensors), saved, out_channels))
-
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         ctx.L, ctx.out_channels, *tensors = inputs
+        ctx.shapes = [y.shape for y in output[:-1]]
         ctx.mark_non_differentiable(output[-1])
+        ctx.set_materialize_grads(False)  # `saved` is large and would get a gradient of zeros
         ctx.save_for_backward(*tensors, output[-1])
         ctx.save_for_forward(*tensors, output[-1])
 
     @classmethod
-    def gradient(cls, ctx: Any, grads: Sequence[Tensor]) -> tuple:
+    def gradient(cls, ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
         *tensors, saved = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative may be asked for
-            found = _first_derivative(cls, ctx.L, ctx.out_channels, grads[:-1], tensors, saved)
-        else:
-            found = cls.run_backward(ctx.L, ctx.out_channels, grads[:-1], tensors, saved)
-        return None, None, *found
+        known = [tensors[0].new_zeros(n) if g is None else g for n, g in zip(ctx.shapes, grads, strict=False)]
+        return None, None, *_first_derivative(cls, ctx.L, ctx.out_channels, known, tensors, saved)
 
     @classmethod
     def forward_mode(cls, ctx: Any, tangents: Sequence[Tensor | None]) -> tuple:
@@ -160,7 +152,7 @@ class _Equivariant(_Operation):
         return _Equivariant.run(L, out_channels, tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         return _Equivariant.gradient(ctx, grads)
 
     @staticmethod
@@ -180,7 +172,7 @@ class _Invariant(_Operation):
         return _Invariant.run(L, out_channels, tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         return _Invariant.gradient(ctx, grads)
 
     @staticmethod
@@ -200,7 +192,7 @@ def _first_derivative(
     tensors: Sequence[Tensor],
     saved: Tensor,
 ) -> tuple[Tensor, ...]:
-    """The backward pass as a function that can itself be differentiated."""
+    """The backward pass, which can itself be differentiated."""
     operator = getattr(torch.ops.magep_fast, f"{operation.name}_backward")
     return tuple(operator(list(grads), *_split(L, tensors), saved, out_channels))
 
