@@ -70,9 +70,9 @@ struct Pointers {
 };
 
 Shape shape_of(const char* op, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
-               int64_t out_channels) {
-  STD_TORCH_CHECK(weights.size() >= 2 && weights.size() == biases.size(), op,
-                  ": expected as many weights as biases, at least two of each");
+               int64_t out_channels, size_t fewest = 2) {
+  STD_TORCH_CHECK(weights.size() >= fewest && weights.size() == biases.size(), op,
+                  ": expected as many weights as biases, at least ", fewest, " of each");
   STD_TORCH_CHECK(weights[0].dim() == 4, op, ": weights[0] must have rank 4");
   Shape s{weights[0].size(0), weights[0].size(1), out_channels, {weights[0].size(3)}};
   const auto dtype = weights[0].scalar_type();
@@ -129,6 +129,69 @@ std::vector<int64_t> psi_shape(const Shape& s, bool equivariant) {
   return {equivariant ? s.num_pairs() : s.L(), s.n_0() + 1, s.n_L(), s.d};
 }
 
+// Shapes of the results of chain: A_1 ... A_L, S_1 ... S_(L-1).
+std::vector<std::vector<int64_t>> chain_shapes(const Shape& s) {
+  std::vector<std::vector<int64_t>> shapes;
+  for (int64_t i = 1; i <= s.L(); ++i) shapes.push_back({s.B, s.d, s.n[i], s.columns(i) - 1});
+  for (int64_t t = 1; t < s.L(); ++t) shapes.push_back({s.B, s.d, s.n_L(), s.n[t]});
+  return shapes;
+}
+
+// -> A_1 ... A_L, S_1 ... S_(L-1)
+std::vector<Tensor> chain(std::vector<Tensor> weights, std::vector<Tensor> biases) {
+  const char* op = "magep_fast::chain";
+  const Shape s = shape_of(op, weights, biases, 1, 1);
+  return with_types(weights[0].scalar_type(), op, [&](auto storage, auto compute) {
+    using S = decltype(storage);
+    using T = decltype(compute);
+    Pointers<const S> W, b;
+    for (int64_t i = 0; i < s.L(); ++i) {
+      W.add(weights[i]);
+      b.add(biases[i]);
+    }
+    std::vector<Tensor> results;
+    std::vector<S*> out;
+    for (const auto& shape : chain_shapes(s)) {
+      results.push_back(torch::stable::new_empty(weights[0], shape));
+      out.push_back(static_cast<S*>(results.back().mutable_data_ptr()));
+    }
+    if (s.B > 0)
+      magep::kernels().of<S, T>().chain_forward(s, W.get(), b.get(), out.data(), out.data() + s.L(), torch_threads());
+    return results;
+  });
+}
+
+// -> gradients of weights, biases
+std::vector<Tensor> chain_backward(std::vector<Tensor> grads, std::vector<Tensor> weights, std::vector<Tensor> biases) {
+  const char* op = "magep_fast::chain_backward";
+  const Shape s = shape_of(op, weights, biases, 1, 1);
+  const ScalarType dtype = weights[0].scalar_type();
+  const auto shapes = chain_shapes(s);
+  STD_TORCH_CHECK(grads.size() == shapes.size(), op, ": expected ", shapes.size(), " gradients; found ", grads.size());
+  return with_types(dtype, op, [&](auto storage, auto compute) {
+    using S = decltype(storage);
+    using T = decltype(compute);
+    Pointers<const S> W, b, bar;
+    std::vector<Tensor> results;
+    std::vector<S*> out;
+    for (size_t k = 0; k < shapes.size(); ++k) {
+      check(grads[k], op, "grads", k, shapes[k], dtype);
+      bar.add(grads[k]);
+    }
+    for (int64_t i = 0; i < s.L(); ++i) {
+      W.add(weights[i]);
+      b.add(biases[i]);
+      results.push_back(torch::stable::new_empty(weights[0], {s.B, s.d, s.n[i + 1], s.n[i]}));
+    }
+    for (int64_t i = 0; i < s.L(); ++i) results.push_back(torch::stable::new_empty(weights[0], {s.B, s.d, s.n[i + 1]}));
+    for (const Tensor& x : results) out.push_back(static_cast<S*>(x.mutable_data_ptr()));
+    if (s.B > 0)
+      magep::kernels().of<S, T>().chain_backward(s, bar.get(), bar.get() + s.L(), W.get(), b.get(), out.data(),
+                                                 out.data() + s.L(), torch_threads());
+    return results;
+  });
+}
+
 // -> new weights, new biases, saved
 std::vector<Tensor> equivariant(std::vector<Tensor> weights, std::vector<Tensor> biases, std::vector<Tensor> matrices,
                                 Tensor psi, int64_t out_channels) {
@@ -155,7 +218,8 @@ std::vector<Tensor> equivariant(std::vector<Tensor> weights, std::vector<Tensor>
       results.push_back(torch::stable::new_empty(weights[0], {s.B, s.e, s.n[i]}));
       b_out.push_back(static_cast<S*>(results.back().mutable_data_ptr()));
     }
-    results.push_back(torch::stable::new_empty(weights[0], {s.B, magep::saved_size(s, true)}, scalar_type<T>()));
+    results.push_back(torch::stable::new_empty(weights[0], {s.B, magep::saved_size(s, magep::Operation::equivariant)},
+                                               scalar_type<T>()));
     if (s.B > 0)
       magep::kernels().of<S, T>().equivariant_forward(s, W.get(), b.get(), phi.get(), connections.data[0], W_out.data(),
                                                       b_out.data(), static_cast<T*>(results.back().mutable_data_ptr()),
@@ -177,7 +241,7 @@ std::vector<Tensor> equivariant_backward(std::vector<Tensor> grads, std::vector<
     using S = decltype(storage);
     using T = decltype(compute);
     check(psi, op, "psi", 0, psi_shape(s, true), dtype);
-    check(saved, op, "saved", 0, {s.B, magep::saved_size(s, true)}, scalar_type<T>());
+    check(saved, op, "saved", 0, {s.B, magep::saved_size(s, magep::Operation::equivariant)}, scalar_type<T>());
     const auto phi = parameters<T>(op, matrices, matrix_shapes(s), dtype);
     Pointers<const T> connections;
     connections.add(parameter<T>(psi));
@@ -248,7 +312,8 @@ std::vector<Tensor> invariant(std::vector<Tensor> weights, std::vector<Tensor> b
     }
     std::vector<Tensor> results{
         torch::stable::new_empty(weights[0], {s.B, s.e}),
-        torch::stable::new_empty(weights[0], {s.B, magep::saved_size(s, false)}, scalar_type<T>())};
+        torch::stable::new_empty(weights[0], {s.B, magep::saved_size(s, magep::Operation::invariant)},
+                                 scalar_type<T>())};
     if (s.B > 0)
       magep::kernels().of<S, T>().invariant_forward(s, W.get(), b.get(), phi.data[0], spread_psi(s, phi.data[1]).data(),
                                                     static_cast<S*>(results[0].mutable_data_ptr()),
@@ -271,7 +336,7 @@ std::vector<Tensor> invariant_backward(std::vector<Tensor> grads, std::vector<Te
     using T = decltype(compute);
     check(grads[0], op, "grads", 0, {s.B, s.e}, dtype);
     check(psi, op, "psi", 0, psi_shape(s, false), dtype);
-    check(saved, op, "saved", 0, {s.B, magep::saved_size(s, false)}, scalar_type<T>());
+    check(saved, op, "saved", 0, {s.B, magep::saved_size(s, magep::Operation::invariant)}, scalar_type<T>());
     auto phi = parameters<T>(op, matrices, {{s.e, s.readout_columns()}}, dtype);
     phi.add(parameter<T>(psi));
     Pointers<const S> W, b, out_bar;
@@ -314,8 +379,10 @@ std::vector<Tensor> invariant_backward(std::vector<Tensor> grads, std::vector<Te
 }  // namespace
 
 STABLE_TORCH_LIBRARY(magep_fast, m) {
-  // Each returns its outputs and last `saved`, what the backward pass needs; the backward returns the gradients of
-  // weights, biases, matrices and psi, in this order.
+  m.def("chain(Tensor[] weights, Tensor[] biases) -> Tensor[]");
+  m.def("chain_backward(Tensor[] grads, Tensor[] weights, Tensor[] biases) -> Tensor[]");
+  // Each layer returns its outputs and last `saved`, what the backward pass needs; the backward returns the gradients
+  // of weights, biases, matrices and psi, in this order.
   m.def("equivariant(Tensor[] weights, Tensor[] biases, Tensor[] matrices, Tensor psi, int out_channels) -> Tensor[]");
   m.def("invariant(Tensor[] weights, Tensor[] biases, Tensor[] matrices, Tensor psi, int out_channels) -> Tensor[]");
   m.def(
@@ -327,6 +394,8 @@ STABLE_TORCH_LIBRARY(magep_fast, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(magep_fast, CPU, m) {
+  m.impl("chain", TORCH_BOX(&chain));
+  m.impl("chain_backward", TORCH_BOX(&chain_backward));
   m.impl("equivariant", TORCH_BOX(&equivariant));
   m.impl("equivariant_backward", TORCH_BOX(&equivariant_backward));
   m.impl("invariant", TORCH_BOX(&invariant));

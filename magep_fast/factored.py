@@ -40,6 +40,11 @@ def suffix_chain(weights: Sequence[Tensor]) -> list[Tensor]:
     return chain
 
 
+def chain(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """A_1 … A_L and S_1 … S_(L-1)."""
+    return prefix_chain(weights, biases), suffix_chain(weights)[::-1] if len(weights) > 1 else []
+
+
 class Factors:
     """The chains of a batch of networks and the terms made from them. Layers are numbered 1 … L, as in the paper."""
 

@@ -17,12 +17,12 @@ from magep_fast.terms import Output, Table
 class StableTerms:
     """The stable polynomial terms of a batch of networks, each computed once, when first asked for.
 
-    W[i] is `[B, d, n_i, n_(i-1)]`, b[i] is `[B, d, n_i]`, i = 1 … L.
+    W[i] is `[B, d, n_i, n_(i-1)]`, b[i] is `[B, d, n_i]`, i = 1 … L; psi as `Table.connections` gives it.
     """
 
-    def __init__(self, table: Table, weights: Sequence[Tensor], biases: Sequence[Tensor], psi: Tensor | None):
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor], psi: dict[tuple[str, int, int], Tensor]):
         self.L = len(weights)
-        self.psi = {} if psi is None else table.connections(psi)
+        self.psi = psi
         self.layer_weights = dict(enumerate(weights, start=1))
         self.b = dict(enumerate(biases, start=1))
         self.known: dict[tuple[str | int, ...], Tensor] = {}
@@ -72,11 +72,20 @@ class StableTerms:
         return matrix.new_zeros(shape) if total is None else total.expand(shape)
 
 
+def chain(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """A_i = [[W]^(i,0) | [Wb]^(i,1)(1) | … | [Wb]^(i,i-1)(i-1)], i = 1 … L, and S_t = [W]^(L,t), t = 1 … L − 1."""
+    terms, L = StableTerms(weights, biases, {}), len(weights)
+    prefixes = [weights[0]]
+    for i in range(2, L + 1):
+        prefixes.append(torch.cat([terms["W", i, 0], terms["Wb", i].mT], dim=-1))
+    return prefixes, [terms["W", L, t] for t in range(1, L)]
+
+
 def equivariant(
     table: Table, weights: Sequence[Tensor], biases: Sequence[Tensor], matrices: Sequence[Tensor], psi: Tensor | None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """E(U): weights `[B, e·taps_i, n_i, n_(i-1)]` and biases `[B, e, n_i]`."""
-    terms = StableTerms(table, weights, biases, psi)
+    terms = StableTerms(weights, biases, {} if psi is None else table.connections(psi))
     e = table.out_channels
     new_weights, new_biases = [], []
     for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
@@ -91,5 +100,5 @@ def invariant(
     table: Table, weights: Sequence[Tensor], biases: Sequence[Tensor], matrix: Tensor, psi: Tensor | None
 ) -> Tensor:
     """I(U): `[B, out_features]`."""
-    terms = StableTerms(table, weights, biases, psi)
+    terms = StableTerms(weights, biases, {} if psi is None else table.connections(psi))
     return terms.combine(table.outputs[0], matrix, (biases[0].shape[0], table.out_channels))

@@ -125,6 +125,7 @@ void chain_forward(const Network<S, T>& x, int64_t net, int64_t channel, bool su
   }
   for (int64_t i = 2; i <= L; ++i) {
     const Section &right = at.R[i], &left = at.U[i], &S_t = at.S[i - 1], &a = at.A[i];
+    if (right.rows == 0) continue;
     const int64_t pair = s.pair_to_neighbour(i);
     const Operand<T> psi = x.psi_qp(pair, channel);
     // All of [Psi; psi] S, or only its last row.
@@ -155,6 +156,7 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
   if (suffix) {
     for (int64_t i = 2; i <= L; ++i) {
       const Section &right = at.R[i], &left = at.U[i], &S_t = at.S[i - 1], &a = at.A[i];
+      if (right.rows == 0) continue;
       const int64_t pair = s.pair_to_neighbour(i), skip = n_0 + 1 - right.rows;
       const Operand<T> psi = x.psi_qp(pair, channel);
       const T* R_bar = grad_part(right);
@@ -237,6 +239,65 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
     }
     if constexpr (!std::is_same_v<S, T>) store_row(sum, n * m, out);
   }
+}
+
+// The chains by themselves: A_i as [B, d, n_i, n_0 + i - 1], i = 1 ... L, and S_t as [B, d, n_L, n_t], t = 1 ... L - 1;
+// S_0 is the first n_0 columns of A_L. Every channel is a network of its own here.
+template <typename S, typename T>
+void chain_products(const Shape& batch, const S* const* W, const S* const* b, S* const* A, S* const* suffixes,
+                    const Parallel& parallel) {
+  const Shape s{batch.B * batch.d, 1, 1, batch.n};
+  const Layout at(s, Operation::chain);
+  const Network<S, T> x{s, at, W, b, nullptr};
+  const int64_t L = s.L(), need = at.size + chain_scratch<S, T>(s) + 64;
+  parallel.split(s.B, [&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t net = begin; net < end; ++net) {
+      Scratch<T> scratch = Scratch<T>::begin(need);
+      T* own = scratch.take(at.size);
+      chain_forward(x, net, 0, true, own, scratch);
+      for (int64_t i = 1; i <= L; ++i) {
+        const int64_t columns = s.columns(i) - 1;
+        S* out = A[i - 1] + net * s.n[i] * columns;
+        for (int64_t j = 0; j < s.n[i]; ++j)
+          for (int64_t c = 0; c < columns; ++c)
+            store_one(own[at.A[i].offset + c * at.A[i].row_stride + j], out[j * columns + c]);
+      }
+      for (int64_t t = 1; t < L; ++t)
+        for (int64_t p = 0; p < s.n_L(); ++p)
+          store_row(own + at.S[t].offset + p * at.S[t].row_stride, s.n[t],
+                    suffixes[t - 1] + (net * s.n_L() + p) * s.n[t]);
+    }
+  });
+}
+
+// Gradients of all of them to those of weights and biases; the chains are computed again.
+template <typename S, typename T>
+void chain_products_backward(const Shape& batch, const S* const* A_bar, const S* const* suffixes_bar, const S* const* W,
+                             const S* const* b, S* const* W_bar, S* const* b_bar, const Parallel& parallel) {
+  const Shape s{batch.B * batch.d, 1, 1, batch.n};
+  const Layout at(s, Operation::chain);
+  const Network<S, T> x{s, at, W, b, nullptr};
+  const int64_t L = s.L(), need = 2 * at.size + chain_scratch<S, T>(s) + 64;
+  parallel.split(s.B, [&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t net = begin; net < end; ++net) {
+      Scratch<T> scratch = Scratch<T>::begin(need);
+      T *own = scratch.take(at.size), *grad = scratch.take(at.size);
+      chain_forward(x, net, 0, true, own, scratch);
+      std::fill(grad, grad + at.size, T(0));
+      for (int64_t i = 1; i <= L; ++i) {
+        const int64_t columns = s.columns(i) - 1;
+        const S* bar = A_bar[i - 1] + net * s.n[i] * columns;
+        for (int64_t j = 0; j < s.n[i]; ++j)
+          for (int64_t c = 0; c < columns; ++c)
+            grad[at.A[i].offset + c * at.A[i].row_stride + j] = load_one<S, T>(bar[j * columns + c]);
+      }
+      for (int64_t t = 1; t < L; ++t)
+        for (int64_t p = 0; p < s.n_L(); ++p)
+          load_row(suffixes_bar[t - 1] + (net * s.n_L() + p) * s.n[t], s.n[t],
+                   grad + at.S[t].offset + p * at.S[t].row_stride);
+      chain_backward(x, net, 0, true, own, grad, static_cast<T*>(nullptr), W_bar, b_bar, true, scratch);
+    }
+  });
 }
 
 }  // namespace MAGEP_ISA

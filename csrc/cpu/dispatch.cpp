@@ -46,8 +46,8 @@ const KernelTable& kernels() {
   return chosen;
 }
 
-int64_t saved_size(const Shape& shape, bool equivariant) {
-  return Layout(shape, equivariant).size + shape.readout_columns();
+int64_t saved_size(const Shape& shape, Operation operation) {
+  return Layout(shape, operation).size + shape.readout_columns();
 }
 
 }  // namespace magep

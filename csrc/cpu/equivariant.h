@@ -572,7 +572,7 @@ struct Accumulator {
 template <typename S, typename T>
 void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, const T* const* matrices, const T* psi,
                          S* const* W_out, S* const* b_out, T* saved, const Parallel& parallel) {
-  const Layout at(s, true);
+  const Layout at(s, Operation::equivariant);
   const EquivariantCall<S, T> call{{s, at, W, b, psi}, matrices, parallel};
   const int64_t L = s.L(), K = s.readout_columns(), stride = at.size + K, need = call.scratch_size();
   const auto chain = [&](int64_t net, int64_t channel, Scratch<T> scratch) {
@@ -621,7 +621,7 @@ template <typename S, typename T>
 void equivariant_backward(const Shape& s, const S* const* W_out_bar, const S* const* b_out_bar, const S* const* W,
                           const S* const* b, const T* const* matrices, const T* psi, const T* saved, S* const* W_bar,
                           S* const* b_bar, T* const* matrices_bar, T* psi_bar, const Parallel& parallel) {
-  const Layout at(s, true);
+  const Layout at(s, Operation::equivariant);
   const EquivariantCall<S, T> call{{s, at, W, b, psi}, matrices, parallel};
   const Accumulator sums(s);
   const int64_t L = s.L(), d = s.d, K = s.readout_columns(), stride = at.size + K, rows = s.e * s.n_L();

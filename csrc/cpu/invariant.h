@@ -15,7 +15,7 @@ int64_t invariant_scratch(const Shape& s) {
 template <typename S, typename T>
 void invariant_forward(const Shape& s, const S* const* W, const S* const* b, const T* matrix, const T* psi, S* out,
                        T* saved, const Parallel& parallel) {
-  const Layout at(s, false);
+  const Layout at(s, Operation::invariant);
   const Network<S, T> x{s, at, W, b, psi};
   const int64_t K = s.readout_columns(), stride = at.size + K, need = invariant_scratch<S, T>(s);
   parallel.split(s.B * s.d, [&](int64_t, int64_t begin, int64_t end) {
@@ -39,7 +39,7 @@ template <typename S, typename T>
 void invariant_backward(const Shape& s, const S* out_bar, const S* const* W, const S* const* b, const T* matrix,
                         const T* psi, const T* saved, S* const* W_bar, S* const* b_bar, T* matrix_bar, T* psi_bar,
                         const Parallel& parallel) {
-  const Layout at(s, false);
+  const Layout at(s, Operation::invariant);
   const Network<S, T> x{s, at, W, b, psi};
   const int64_t K = s.readout_columns(), stride = at.size + K, need = invariant_scratch<S, T>(s);
   thread_local std::vector<T> memory;

@@ -12,7 +12,8 @@ namespace MAGEP_ISA {
 
 template <typename S, typename T>
 constexpr Kernels<S, T> entries() {
-  return {&equivariant_forward<S, T>, &equivariant_backward<S, T>, &invariant_forward<S, T>, &invariant_backward<S, T>};
+  return {&chain_products<S, T>,       &chain_products_backward<S, T>, &equivariant_forward<S, T>,
+          &equivariant_backward<S, T>, &invariant_forward<S, T>,       &invariant_backward<S, T>};
 }
 
 extern const KernelTable table;

@@ -9,6 +9,10 @@ namespace magep {
 // S is how tensors of features are stored, T what is computed with and how parameters come.
 template <typename S, typename T>
 struct Kernels {
+  void (*chain_forward)(const Shape&, const S* const* W, const S* const* b, S* const* A, S* const* suffixes,
+                        const Parallel&);
+  void (*chain_backward)(const Shape&, const S* const* A_bar, const S* const* suffixes_bar, const S* const* W,
+                         const S* const* b, S* const* W_bar, S* const* b_bar, const Parallel&);
   void (*equivariant_forward)(const Shape&, const S* const* W, const S* const* b, const T* const* matrices,
                               const T* psi, S* const* W_out, S* const* b_out, T* saved, const Parallel&);
   void (*equivariant_backward)(const Shape&, const S* const* W_out_bar, const S* const* b_out_bar, const S* const* W,
@@ -50,7 +54,7 @@ inline const Kernels<Float16, float>& KernelTable::of() const {
 }
 
 // Numbers the forward pass keeps per network for the backward pass.
-int64_t saved_size(const Shape& shape, bool equivariant);
+int64_t saved_size(const Shape& shape, Operation operation);
 
 // The table for this processor, or the one MAGEP_FAST_ISA (avx512, avx2, portable) asks for; throws std::runtime_error
 // if that is unknown or not supported here.

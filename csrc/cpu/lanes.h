@@ -67,9 +67,7 @@ template <typename T>
 inline T dot(int64_t n, const T* x, const T* y) {
   typename Simd<T>::Vec sum{};
   for_lanes<T>(n, [&](int64_t k, auto count) { sum += load_lanes(x + k, count) * load_lanes(y + k, count); });
-  T total = 0;
-  for (int k = 0; k < Simd<T>::kWidth; ++k) total += sum[k];
-  return total;
+  return Simd<T>::sum(sum);
 }
 
 // out[m, n, :] (+)= sum_k a[m, k, :] b[k, n, :], a small matrix product in every channel at once. Strides count

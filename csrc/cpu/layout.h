@@ -38,6 +38,8 @@ struct Section {
   int64_t offset = 0, rows = 0, ld = 0, row_stride = 0, channel_stride = 0;
 };
 
+enum class Operation { chain, equivariant, invariant };
+
 // What the forward pass keeps for the backward pass, per network, and what the backward pass accumulates gradients of.
 //   A[i]   columns of [A_i | b_i], transposed:  [c][d][n_i]       rows ordered as the coefficients that meet them
 //   S[t]   suffix chain, t >= 1:                [p][d][n_t]
@@ -51,14 +53,16 @@ struct Layout {
   std::vector<int64_t> G0;
   int64_t PL = 0, size = 0;
 
-  Layout(const Shape& s, bool equivariant) : A(s.L() + 1), S(s.L() + 1), R(s.L() + 1), U(s.L() + 1), G0(s.L() + 1) {
+  Layout(const Shape& s, Operation operation) : A(s.L() + 1), S(s.L() + 1), R(s.L() + 1), U(s.L() + 1), G0(s.L() + 1) {
     const int64_t L = s.L();
     for (int64_t i = 1; i <= L; ++i) A[i] = section(s.columns(i), s.d, s.n[i]);
     PL = reserve(s.n_L() * s.n_0() * s.d);
+    if (operation != Operation::invariant)
+      for (int64_t t = 1; t < L; ++t) S[t] = section(s.n_L(), s.d, s.n[t]);
+    if (operation == Operation::chain) return;
     G0[L] = reserve((s.n_0() + 1) * s.n_0() * s.d);
-    if (!equivariant) return;
+    if (operation == Operation::invariant) return;
     for (int64_t i = 1; i < L; ++i) G0[i] = reserve((s.n_0() + 1) * s.n_0() * s.d);
-    for (int64_t t = 1; t < L; ++t) S[t] = section(s.n_L(), s.d, s.n[t]);
     for (int64_t i = 2; i <= L; ++i) {
       const bool factored_left = s.through_output() && i < L;
       R[i] = section(factored_left ? 1 : s.n_0() + 1, s.d, s.n[i - 1]);

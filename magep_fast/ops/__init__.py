@@ -3,12 +3,19 @@
 from magep_fast import factored, reference
 from magep_fast.ops import native
 from magep_fast.ops.backends import Backend, register_backend
+from magep_fast.ops.chain import chain
 from magep_fast.ops.equivariant import equivariant
 from magep_fast.ops.invariant import invariant
 from magep_fast.ops.library import missing_library
 
-__all__ = ["equivariant", "invariant"]
+__all__ = ["chain", "equivariant", "invariant"]
 
-register_backend(Backend("reference", reference.equivariant, reference.invariant, automatic=False))
-register_backend(Backend("torch", factored.equivariant, factored.invariant))
-register_backend(Backend("cpu", native.equivariant, native.invariant, missing_library, native.unsupported))
+register_backend(
+    Backend("reference", reference.chain, reference.equivariant, reference.invariant, automatic=False),
+)
+register_backend(
+    Backend("torch", factored.chain, factored.equivariant, factored.invariant),
+)
+register_backend(
+    Backend("cpu", native.chain, native.equivariant, native.invariant, missing_library, native.unsupported),
+)

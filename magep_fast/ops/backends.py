@@ -23,6 +23,7 @@ class Backend:
     """One implementation of every operation.
 
     Args:
+        chain: `(weights, biases) -> (prefixes, suffixes)`.
         equivariant: `(table, weights, biases, matrices, psi) -> (weights, biases)`.
         invariant: `(table, weights, biases, matrix, psi) -> [B, out_features]`.
         missing: why the backend cannot run on this machine at all, or None.
@@ -31,6 +32,7 @@ class Backend:
     """
 
     name: str
+    chain: Callable[..., tuple[list[Tensor], list[Tensor]]]
     equivariant: Callable[..., tuple[list[Tensor], list[Tensor]]]
     invariant: Callable[..., Tensor]
     missing: Callable[[], str | None] = _always

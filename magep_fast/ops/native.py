@@ -1,6 +1,6 @@
 """The backend `cpu`: one native operator call per layer and direction.
 
-The operators `magep_fast::equivariant`, `magep_fast::invariant` and their backwards take and return lists of tensors.
+The operators `magep_fast::chain`, `::equivariant`, `::invariant` and their backwards take and return lists of tensors.
 They have fake kernels (for torch.compile and torch.export) and autograd formulas. Layers call them through the autograd
 Functions below, which do the same with less overhead, and know vmap and forward mode as well.
 
@@ -39,6 +39,13 @@ def has_kernel(table: Table) -> bool:
     in torch ops."""
     taps = set(table.space.taps + table.out_taps)
     return table.terms == GROUPS["all"] and taps == {1} and table.space.num_layers > 1
+
+
+def chain(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """As `factored.chain`."""
+    _register()
+    results = torch.ops.magep_fast.chain(list(weights), list(biases))
+    return results[: len(weights)], results[len(weights) :]
 
 
 def equivariant(
@@ -225,8 +232,49 @@ def _register() -> None:
     reason = missing_library()
     if reason is not None:
         raise RuntimeError(reason)
+    _register_chain()
     for operation in (_Equivariant, _Invariant):
         _register_operation(operation)
+
+
+def _register_chain() -> None:
+    def fake(weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+        (B, d), n = biases[0].shape[:2], _widths(weights)
+        prefixes = [w.new_empty(B, d, n[i + 1], n[0] + i) for i, w in enumerate(weights)]
+        return prefixes + [weights[0].new_empty(B, d, n[-1], width) for width in n[1:-1]]
+
+    def fake_backward(grads: list[Tensor], weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+        return [x.new_empty(x.shape) for x in (*weights, *biases)]
+
+    def save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+        ctx.L = len(inputs[0])
+        ctx.save_for_backward(*inputs[0], *inputs[1])
+
+    def backward(ctx: Any, grads: list[Tensor]) -> tuple:
+        weights, biases = list(ctx.saved_tensors[: ctx.L]), list(ctx.saved_tensors[ctx.L :])
+        found = torch.ops.magep_fast.chain_backward(grads, weights, biases)
+        return found[: ctx.L], found[ctx.L :]
+
+    def save_backward(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+        grads, weights, biases = inputs
+        ctx.L = len(weights)
+        ctx.save_for_backward(*grads, *weights, *biases)
+
+    def double_backward(ctx: Any, seeds: list[Tensor]) -> tuple:
+        L = ctx.L
+        grads, tensors = ctx.saved_tensors[: -2 * L], ctx.saved_tensors[-2 * L :]
+
+        def function(*x: Tensor) -> tuple[Tensor, ...]:
+            prefixes, suffixes = factored.chain(x[:L], x[L:])
+            return *prefixes, *suffixes
+
+        by_grads, by_inputs = _second_derivative(function, tensors, grads, seeds)
+        return by_grads, by_inputs[:L], by_inputs[L:]
+
+    torch.library.register_fake("magep_fast::chain", fake)
+    torch.library.register_fake("magep_fast::chain_backward", fake_backward)
+    torch.library.register_autograd("magep_fast::chain", backward, setup_context=save)
+    torch.library.register_autograd("magep_fast::chain_backward", double_backward, setup_context=save_backward)
 
 
 def _register_operation(operation: type[_Operation]) -> None:
