@@ -34,24 +34,13 @@ struct Simd {
   static inline Vec broadcast(T x) { return x - Vec{}; }
 
   static inline T sum(Vec v) {
-#if defined(__AVX512F__)
-    if constexpr (sizeof(T) == 4)
-      return _mm512_reduce_add_ps(reinterpret_cast<__m512>(v));
-    else
-      return _mm512_reduce_add_pd(reinterpret_cast<__m512d>(v));
-#else
-    T total = 0;
-#if defined(__AVX2__)
-    if constexpr (sizeof(T) == 4) {
-      const __m256 w = reinterpret_cast<__m256>(v);
-      __m128 half = _mm_add_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
-      half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-      return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
-    }
-#endif
-    for (int k = 0; k < kWidth; ++k) total += v[k];
-    return total;
-#endif
+    T lanes[kWidth];
+    store(lanes, v);
+#pragma GCC unroll 8
+    for (int half = kWidth / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+      for (int k = 0; k < half; ++k) lanes[k] += lanes[k + half];
+    return lanes[0];
   }
 
   // The first n lanes, the others zero; memory behind them is not touched.
