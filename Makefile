@@ -3,9 +3,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-NATIVE := CMakeLists.txt setup.py pyproject.toml $(shell find csrc -type f)
+NATIVE := CMakeLists.txt setup.py pyproject.toml $(shell find csrc -path csrc/tests -prune -o -type f -print)
 
-.PHONY: install test tables lint format wheel clean
+# The C++ tests, built in the directory $(1) with the options $(2).
+define RUN_CTEST
+$(BIN)/cmake -S . -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DMAGEP_BUILD_TESTS=ON $(2)
+$(BIN)/cmake --build $(1)
+$(BIN)/ctest --test-dir $(1) --output-on-failure
+endef
+
+.PHONY: install test sanitize tables lint format wheel clean
 
 install: $(STAMP)
 
@@ -24,6 +31,10 @@ $(STAMP): $(NATIVE) $(VENV)/.requirements
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+	$(call RUN_CTEST,build/ctest,)
+
+sanitize: $(STAMP)
+	$(call RUN_CTEST,build/sanitize,-DMAGEP_SANITIZE=ON)
 
 tables: $(STAMP)
 	$(BIN)/python -m benchmarks layers

@@ -5,7 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#include <optional>
+#include <string>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -44,17 +44,24 @@ auto with_types(ScalarType dtype, const char* op, Body&& body) {
   return body(float{}, float{});
 }
 
-void check(const Tensor& x, const char* op, const char* name, size_t layer, const std::vector<int64_t>& shape,
+void check(const Tensor& x, const char* op, const std::string& name, const std::vector<int64_t>& shape,
            ScalarType dtype) {
   bool right = x.is_cpu() && x.scalar_type() == dtype && x.dim() == static_cast<int64_t>(shape.size());
   for (size_t k = 0; right && k < shape.size(); ++k) right = x.size(static_cast<int64_t>(k)) == shape[k];
   if (right) return;
-  std::string expected, found;
-  for (int64_t n : shape) expected += std::to_string(n) + " ";
-  for (int64_t k = 0; k < x.dim(); ++k) found += std::to_string(x.size(k)) + " ";
-  STD_TORCH_CHECK(false, op, ": ", name, "[", layer, "] must be a CPU tensor of shape [ ", expected,
-                  "] and of the dtype of the call; found shape [ ", found, "]");
+  const auto list = [](int64_t rank, auto&& at) {
+    std::string text = "[";
+    for (int64_t k = 0; k < rank; ++k) text += (k ? ", " : "") + std::to_string(at(k));
+    return text + "]";
+  };
+  STD_TORCH_CHECK(false, op, ": ", name, " must be a CPU tensor of shape ",
+                  list(static_cast<int64_t>(shape.size()), [&](int64_t k) { return shape[k]; }), " and dtype ",
+                  torch::headeronly::toString(dtype), "; found shape ",
+                  list(x.dim(), [&](int64_t k) { return x.size(k); }), " and dtype ",
+                  torch::headeronly::toString(x.scalar_type()), x.is_cpu() ? "" : " on another device");
 }
+
+std::string item(const char* name, size_t k) { return std::string(name) + "[" + std::to_string(k) + "]"; }
 
 // One call's tensors, checked, contiguous, with their pointers.
 template <typename X>
@@ -79,8 +86,8 @@ Shape shape_of(const char* op, const std::vector<Tensor>& weights, const std::ve
   for (size_t i = 0; i < weights.size(); ++i) {
     STD_TORCH_CHECK(weights[i].dim() == 4, op, ": weights[", i, "] must have rank 4; found ", weights[i].dim());
     s.n.push_back(weights[i].size(2));
-    check(weights[i], op, "weights", i, {s.B, s.d, s.n[i + 1], s.n[i]}, dtype);
-    check(biases[i], op, "biases", i, {s.B, s.d, s.n[i + 1]}, dtype);
+    check(weights[i], op, item("weights", i), {s.B, s.d, s.n[i + 1], s.n[i]}, dtype);
+    check(biases[i], op, item("biases", i), {s.B, s.d, s.n[i + 1]}, dtype);
   }
   for (int64_t n : s.n) STD_TORCH_CHECK(n >= 1, op, ": every width must be at least 1");
   return s;
@@ -119,7 +126,7 @@ Pointers<const T> parameters(const char* op, const std::vector<Tensor>& matrices
                   matrices.size());
   Pointers<const T> pointers;
   for (size_t k = 0; k < shapes.size(); ++k) {
-    check(matrices[k], op, "matrices", k, shapes[k], dtype);
+    check(matrices[k], op, item("matrices", k), shapes[k], dtype);
     pointers.add(parameter<T>(matrices[k]));
   }
   return pointers;
@@ -175,7 +182,7 @@ std::vector<Tensor> chain_backward(std::vector<Tensor> grads, std::vector<Tensor
     std::vector<Tensor> results;
     std::vector<S*> out;
     for (size_t k = 0; k < shapes.size(); ++k) {
-      check(grads[k], op, "grads", k, shapes[k], dtype);
+      check(grads[k], op, item("grads", k), shapes[k], dtype);
       bar.add(grads[k]);
     }
     for (int64_t i = 0; i < s.L(); ++i) {
@@ -201,7 +208,7 @@ std::vector<Tensor> equivariant(std::vector<Tensor> weights, std::vector<Tensor>
   return with_types(dtype, op, [&](auto storage, auto compute) {
     using S = decltype(storage);
     using T = decltype(compute);
-    check(psi, op, "psi", 0, psi_shape(s, true), dtype);
+    check(psi, op, "psi", psi_shape(s, true), dtype);
     const auto phi = parameters<T>(op, matrices, matrix_shapes(s), dtype);
     Pointers<const T> connections;
     connections.add(parameter<T>(psi));
@@ -240,8 +247,10 @@ std::vector<Tensor> equivariant_backward(std::vector<Tensor> grads, std::vector<
   return with_types(dtype, op, [&](auto storage, auto compute) {
     using S = decltype(storage);
     using T = decltype(compute);
-    check(psi, op, "psi", 0, psi_shape(s, true), dtype);
-    check(saved, op, "saved", 0, {s.B, magep::saved_size(s, magep::Operation::equivariant)}, scalar_type<T>());
+    check(psi, op, "psi", psi_shape(s, true), dtype);
+    check(saved, op, "saved", {s.B, magep::saved_size(s, magep::Operation::equivariant)}, scalar_type<T>());
+    Pointers<const T> kept;
+    kept.add(saved);
     const auto phi = parameters<T>(op, matrices, matrix_shapes(s), dtype);
     Pointers<const T> connections;
     connections.add(parameter<T>(psi));
@@ -250,8 +259,8 @@ std::vector<Tensor> equivariant_backward(std::vector<Tensor> grads, std::vector<
     std::vector<S*> W_bar, b_bar;
     std::vector<T*> phi_bar;
     for (size_t i = 0; i < L; ++i) {
-      check(grads[i], op, "grads", i, {s.B, s.e, s.n[i + 1], s.n[i]}, dtype);
-      check(grads[L + i], op, "grads", L + i, {s.B, s.e, s.n[i + 1]}, dtype);
+      check(grads[i], op, item("grads", i), {s.B, s.e, s.n[i + 1], s.n[i]}, dtype);
+      check(grads[L + i], op, item("grads", L + i), {s.B, s.e, s.n[i + 1]}, dtype);
       W.add(weights[i]);
       b.add(biases[i]);
       W_out_bar.add(grads[i]);
@@ -270,9 +279,9 @@ std::vector<Tensor> equivariant_backward(std::vector<Tensor> grads, std::vector<
     results.push_back(torch::stable::new_empty(weights[0], psi_shape(s, true), scalar_type<T>()));
     if (s.B > 0) {
       magep::kernels().of<S, T>().equivariant_backward(
-          s, W_out_bar.get(), b_out_bar.get(), W.get(), b.get(), phi.get(), connections.data[0],
-          static_cast<const T*>(saved.const_data_ptr()), W_bar.data(), b_bar.data(), phi_bar.data(),
-          static_cast<T*>(results.back().mutable_data_ptr()), torch_threads());
+          s, W_out_bar.get(), b_out_bar.get(), W.get(), b.get(), phi.get(), connections.data[0], kept.data[0],
+          W_bar.data(), b_bar.data(), phi_bar.data(), static_cast<T*>(results.back().mutable_data_ptr()),
+          torch_threads());
     } else {
       for (size_t k = 2 * L; k < results.size(); ++k) torch::stable::zero_(results[k]);
     }
@@ -302,7 +311,7 @@ std::vector<Tensor> invariant(std::vector<Tensor> weights, std::vector<Tensor> b
   return with_types(dtype, op, [&](auto storage, auto compute) {
     using S = decltype(storage);
     using T = decltype(compute);
-    check(psi, op, "psi", 0, psi_shape(s, false), dtype);
+    check(psi, op, "psi", psi_shape(s, false), dtype);
     auto phi = parameters<T>(op, matrices, {{s.e, s.readout_columns()}}, dtype);
     phi.add(parameter<T>(psi));
     Pointers<const S> W, b;
@@ -334,9 +343,11 @@ std::vector<Tensor> invariant_backward(std::vector<Tensor> grads, std::vector<Te
   return with_types(dtype, op, [&](auto storage, auto compute) {
     using S = decltype(storage);
     using T = decltype(compute);
-    check(grads[0], op, "grads", 0, {s.B, s.e}, dtype);
-    check(psi, op, "psi", 0, psi_shape(s, false), dtype);
-    check(saved, op, "saved", 0, {s.B, magep::saved_size(s, magep::Operation::invariant)}, scalar_type<T>());
+    check(grads[0], op, item("grads", 0), {s.B, s.e}, dtype);
+    check(psi, op, "psi", psi_shape(s, false), dtype);
+    check(saved, op, "saved", {s.B, magep::saved_size(s, magep::Operation::invariant)}, scalar_type<T>());
+    Pointers<const T> kept;
+    kept.add(saved);
     auto phi = parameters<T>(op, matrices, {{s.e, s.readout_columns()}}, dtype);
     phi.add(parameter<T>(psi));
     Pointers<const S> W, b, out_bar;
@@ -357,10 +368,10 @@ std::vector<Tensor> invariant_backward(std::vector<Tensor> grads, std::vector<Te
     results.push_back(torch::stable::new_empty(weights[0], psi_shape(s, false), scalar_type<T>()));
     if (s.B > 0) {
       std::vector<T> psi_bar(s.psi_size());
-      magep::kernels().of<S, T>().invariant_backward(
-          s, out_bar.data[0], W.get(), b.get(), phi.data[0], spread_psi(s, phi.data[1]).data(),
-          static_cast<const T*>(saved.const_data_ptr()), W_bar.data(), b_bar.data(),
-          static_cast<T*>(results[2 * L].mutable_data_ptr()), psi_bar.data(), torch_threads());
+      magep::kernels().of<S, T>().invariant_backward(s, out_bar.data[0], W.get(), b.get(), phi.data[0],
+                                                     spread_psi(s, phi.data[1]).data(), kept.data[0], W_bar.data(),
+                                                     b_bar.data(), static_cast<T*>(results[2 * L].mutable_data_ptr()),
+                                                     psi_bar.data(), torch_threads());
       const int64_t size = (s.n_0() + 1) * s.n_L() * s.d;
       T* out = static_cast<T*>(results[2 * L + 1].mutable_data_ptr());
       const T *to_input = psi_bar.data() + s.pair_to_input(s.L()) * size,

@@ -2,6 +2,7 @@
 //   A_1 = W_1, A_i = W_i [A_(i-1) | b_(i-1)]      S_(L-1) = W_L, S_t = S_(t+1) W_(t+1)
 #pragma once
 
+#include <stdexcept>
 #include <vector>
 
 #include "gemm.h"
@@ -25,13 +26,13 @@ class Scratch {
   T* take(int64_t count) {
     T* slice = next_;
     next_ += (count + 15) / 16 * 16;
+    if (next_ > end_) throw std::length_error("magep_fast: scratch memory was reserved too small");
     return slice;
   }
-  Scratch mark() const { return *this; }
 
  private:
-  Scratch(T* memory, int64_t) : next_(memory) {}
-  T* next_;
+  Scratch(T* memory, int64_t count) : next_(memory), end_(memory + count) {}
+  T *next_, *end_;
 };
 
 template <typename S, typename T>

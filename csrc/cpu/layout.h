@@ -71,16 +71,16 @@ struct Layout {
   }
 
  private:
-  static int64_t padded(int64_t n) { return (n + 7) / 8 * 8; }
+  // No gaps: every number is written, so that equal calls leave equal memory.
   int64_t reserve(int64_t count) {
     const int64_t offset = size;
-    size += (count + 15) / 16 * 16;
+    size += count;
     return offset;
   }
   Section section(int64_t rows, int64_t channels, int64_t n) {
     Section s;
     s.rows = rows;
-    s.ld = padded(n);
+    s.ld = n;
     s.channel_stride = s.ld;
     s.row_stride = channels * s.ld;
     s.offset = reserve(rows * s.row_stride);

@@ -1,5 +1,7 @@
 """The operations, one file each, and the backends that implement them."""
 
+import warnings
+
 from magep_fast import factored, reference
 from magep_fast.ops import native
 from magep_fast.ops.backends import Backend, register_backend
@@ -9,6 +11,11 @@ from magep_fast.ops.invariant import invariant
 from magep_fast.ops.library import missing_library
 
 __all__ = ["chain", "equivariant", "invariant"]
+
+if missing_library() is None:
+    native.register()
+else:
+    warnings.warn(f"magep_fast runs without native kernels: {missing_library()}", RuntimeWarning, stacklevel=2)
 
 register_backend(
     Backend("reference", reference.chain, reference.equivariant, reference.invariant, automatic=False),

@@ -12,8 +12,14 @@ import torch
 _OPS = Path(__file__).resolve().parent.parent / "libmagep_fast_ops.so"
 
 
-@cache
+@torch.compiler.assume_constant_result
 def missing_library() -> str | None:
+    """None if the torch operators are there, or why they are not."""
+    return load_library()
+
+
+@cache
+def load_library() -> str | None:
     """Loads the torch operators; None, or why that failed."""
     if not _OPS.exists():
         return (

@@ -11,14 +11,12 @@ same function in torch ops.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from magep_fast import factored
-from magep_fast.ops.library import missing_library
 from magep_fast.spaces import WeightSpace
 from magep_fast.terms import GROUPS, Table, equivariant_table, invariant_table
 
@@ -43,7 +41,6 @@ def has_kernel(table: Table) -> bool:
 
 def chain(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """As `factored.chain`."""
-    _register()
     results = torch.ops.magep_fast.chain(list(weights), list(biases))
     return results[: len(weights)], results[len(weights) :]
 
@@ -54,7 +51,6 @@ def equivariant(
     """As `factored.equivariant`."""
     if psi is None or not has_kernel(table):
         return factored.equivariant(table, weights, biases, matrices, psi)
-    _register()
     L = len(weights)
     results = _Equivariant.apply(L, table.out_channels, *weights, *biases, *matrices, psi)
     return list(results[:L]), list(results[L : 2 * L])
@@ -66,7 +62,6 @@ def invariant(
     """As `factored.invariant`."""
     if psi is None or not has_kernel(table):
         return factored.invariant(table, weights, biases, matrix, psi)
-    _register()
     return _Invariant.apply(len(weights), table.out_channels, *weights, *biases, matrix, psi)[0]
 
 
@@ -79,17 +74,22 @@ def _widths(weights: Sequence[Tensor]) -> list[int]:
     return [weights[0].shape[-1], *(w.shape[-2] for w in weights)]
 
 
+def _space(weights: Sequence[Tensor]) -> WeightSpace:
+    """The space of the weights with hidden widths left open: no table depends on them, and they may be symbolic."""
+    return WeightSpace((int(weights[0].shape[-1]), *(None,) * (len(weights) - 1), int(weights[-1].shape[-2])))
+
+
 def _torch_equivariant(L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     weights, biases, matrices, psi = _split(L, tensors)
-    space = WeightSpace(_widths(weights))
-    table = equivariant_table(space, space.taps, weights[0].shape[1], out_channels, GROUPS["all"])
+    space = _space(weights)
+    table = equivariant_table(space, space.taps, int(weights[0].shape[1]), out_channels, GROUPS["all"])
     new_weights, new_biases = factored.equivariant(table, weights, biases, matrices, psi)
     return (*new_weights, *new_biases)
 
 
 def _torch_invariant(L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     weights, biases, (matrix,), psi = _split(L, tensors)
-    table = invariant_table(WeightSpace(_widths(weights)), weights[0].shape[1], out_channels, GROUPS["all"])
+    table = invariant_table(_space(weights), int(weights[0].shape[1]), out_channels, GROUPS["all"])
     return (factored.invariant(table, weights, biases, matrix, psi),)
 
 
@@ -226,12 +226,9 @@ def _second_derivative(
     return filled[: len(grads)], filled[len(grads) :]
 
 
-@cache
-def _register() -> None:
-    """Fake kernels and autograd formulas of the operators themselves, for those who call or export them."""
-    reason = missing_library()
-    if reason is not None:
-        raise RuntimeError(reason)
+def register() -> None:
+    """Fake kernels and autograd formulas of the operators themselves, for those who call or export them. Once, after
+    the library is loaded."""
     _register_chain()
     for operation in (_Equivariant, _Invariant):
         _register_operation(operation)
@@ -343,10 +340,6 @@ def _saved_size(widths: Sequence[int], d: int, is_equivariant: bool) -> int:
             rows.append((1 if through_output else n_0 + 1, widths[i - 1]))
             if through_output:
                 rows.append((n_L, widths[i]))
-    sizes += [r * d * _padded(n, 8) for r, n in rows]
+    sizes += [r * d * n for r, n in rows]
     features = d * (3 * n_L * n_0 + (L - 1) * n_L + n_L + 2 * (L - 1)) + 1
-    return sum(_padded(size, 16) for size in sizes) + features
-
-
-def _padded(count: int, multiple: int) -> int:
-    return (count + multiple - 1) // multiple * multiple
+    return sum(sizes) + features

@@ -1,0 +1,131 @@
+#include "cpu/chain.h"
+#include "naive.h"
+
+namespace {
+
+using magep::Layout;
+using magep::Operation;
+using magep::Section;
+using magep::Shape;
+using namespace magep::MAGEP_ISA;
+
+// Where a chain keeps a matrix of one channel, and what it should be: element (j, c) lies in row c.
+struct Part {
+  Section at;
+  Matrix value;
+};
+
+std::vector<Part> parts(const Shape& s, const Layout& at, const Terms& terms, int64_t c) {
+  std::vector<Part> all;
+  const auto add = [&](const Section& section, int64_t first_row, const Matrix& value) {
+    Section rows = section;
+    rows.offset += first_row * section.row_stride + c * section.channel_stride;
+    all.push_back({rows, value});
+  };
+  const auto transposed = [](const Matrix& x) {
+    Matrix out(x.columns, x.rows);
+    for (int64_t r = 0; r < x.rows; ++r)
+      for (int64_t k = 0; k < x.columns; ++k) out(k, r) = x(r, k);
+    return out;
+  };
+  const int64_t L = s.L(), n_0 = s.n_0();
+  for (int64_t i = 1; i <= L; ++i) {
+    add(at.A[i], 0, terms.product(i, 0, c));
+    for (int64_t t = 1; t < i; ++t) add(at.A[i], n_0 + t - 1, terms.Wb(i, t, c));
+    add(at.A[i], n_0 + i - 1, terms.bias(i, c));
+  }
+  for (int64_t i = 2; at.S[L - 1].rows > 0 && i <= L; ++i) {
+    const Matrix S = terms.product(L, i - 1, c);
+    const int64_t pair = s.pair_to_neighbour(i);
+    add(at.S[i - 1], 0, transposed(S));
+    if (at.R[i].rows > 1) add(at.R[i], 0, transposed(terms.connection(pair, c, false) * S));
+    if (at.R[i].rows > 0) add(at.R[i], at.R[i].rows - 1, transposed(terms.connection(pair, c, true) * S));
+    if (at.U[i].rows > 0) add(at.U[i], 0, terms.product(i, 0, c) * terms.connection(pair, c, false));
+  }
+  return all;
+}
+
+template <typename Body>
+void for_elements(const Part& part, Body&& body) {
+  for (int64_t c = 0; c < part.value.columns; ++c)
+    for (int64_t j = 0; j < part.value.rows; ++j) body(part.at.offset + c * part.at.row_stride + j, part.value(j, c));
+}
+
+// <seed, everything the chains keep>, by definition.
+double functional(const Shape& s, const Layout& at, const Inputs& x, const std::vector<double>& seed) {
+  double sum = 0;
+  for (int64_t c = 0; c < s.d; ++c)
+    for (const Part& part : parts(s, at, Terms{s, x, 0}, c))
+      for_elements(part, [&](int64_t k, double value) { sum += seed[k] * value; });
+  return sum;
+}
+
+void test_chain(const Shape& s, Operation operation) {
+  const Layout at(s, operation);
+  const bool suffix = operation != Operation::invariant;
+  Inputs x(s, true);
+  std::vector<double*> W, b, W_bar, b_bar;
+  std::vector<std::vector<double>> W_bars, b_bars;
+  for (int64_t i = 0; i < s.L(); ++i) {
+    W_bars.emplace_back(x.W[i].size(), NAN);
+    b_bars.emplace_back(x.b[i].size(), NAN);
+  }
+  for (int64_t i = 0; i < s.L(); ++i) {
+    W.push_back(x.W[i].data());
+    b.push_back(x.b[i].data());
+    W_bar.push_back(W_bars[i].data());
+    b_bar.push_back(b_bars[i].data());
+  }
+  const Network<double, double> network{s, at, W.data(), b.data(), x.psi.data()};
+  const auto scratch = Scratch<double>::begin(chain_scratch<double, double>(s));
+  std::vector<double> saved(at.size, NAN), seed(at.size, 0), psi_bar(x.psi.size(), 0);
+  for (int64_t c = 0; c < s.d; ++c) chain_forward(network, 0, c, suffix, saved.data(), scratch);
+  for (int64_t c = 0; c < s.d; ++c)
+    for (const Part& part : parts(s, at, Terms{s, x, 0}, c))
+      for_elements(part, [&](int64_t k, double value) {
+        CHECK(std::abs(saved[k] - value) <= 1e-12 * (1 + std::abs(value)), "L=%d channel %d: %g, expected %g",
+              int(s.L()), int(c), saved[k], value);
+        seed[k] = std::normal_distribution<double>()(generator);
+      });
+
+  std::vector<double> grad = seed;
+  for (int64_t c = 0; c < s.d; ++c)
+    chain_backward(network, 0, c, suffix, saved.data(), grad.data(), psi_bar.data(), W_bar.data(), b_bar.data(), true,
+                   scratch);
+  std::vector<const std::vector<double>*> gradients;
+  for (const auto* group : {&W_bars, &b_bars})
+    for (const auto& tensor : *group) gradients.push_back(&tensor);
+  std::vector<std::vector<double>*> inputs;
+  for (Tensors* group : {&x.W, &x.b})
+    for (auto& tensor : *group) inputs.push_back(&tensor);
+  gradients.push_back(&psi_bar);
+  inputs.push_back(&x.psi);
+  for (size_t k = 0; k < inputs.size(); ++k) {
+    constexpr double kStep = 1e-5;
+    const std::vector<double> before = *inputs[k], direction = Inputs::random(before.size());
+    double difference = 0;
+    for (int sign : {1, -1}) {
+      for (size_t i = 0; i < before.size(); ++i) (*inputs[k])[i] = before[i] + sign * kStep * direction[i];
+      difference += sign * functional(s, at, x, seed) / (2 * kStep);
+    }
+    *inputs[k] = before;
+    double scale = 0;
+    for (size_t i = 0; i < before.size(); ++i) scale += std::abs((*gradients[k])[i] * direction[i]);
+    const double error = std::abs(inner_product(*gradients[k], direction) - difference);
+    CHECK(error <= 1e-5 * scale + 1e-7, "L=%d, operation %d: gradient %zu is off by %g of %g", int(s.L()),
+          int(operation), k, error, scale);
+  }
+}
+
+}  // namespace
+
+void run_tests() {
+  const std::vector<Shape> shapes{
+      {1, 1, 1, {1, 1, 1}},    {1, 2, 1, {2, 3, 2}},          {1, 3, 1, {2, 4, 5, 3}},      {1, 3, 1, {3, 4, 5, 2}},
+      {1, 3, 1, {3, 4, 5, 1}}, {1, 2, 1, {1, 9, 17, 8, 1}},   {1, 2, 1, {2, 33, 50, 7, 3}}, {1, 2, 1, {9, 7, 8, 2}},
+      {1, 2, 1, {2, 8, 7, 9}}, {1, 2, 1, {3, 2, 3, 2, 3, 2}},
+  };
+  for (const Shape& s : shapes)
+    for (Operation operation : {Operation::chain, Operation::equivariant, Operation::invariant})
+      test_chain(s, operation);
+}

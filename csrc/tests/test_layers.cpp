@@ -1,0 +1,158 @@
+#include "cpu/equivariant.h"
+#include "cpu/invariant.h"
+#include "naive.h"
+
+namespace {
+
+using magep::Parallel;
+using magep::Shape;
+using namespace magep::MAGEP_ISA;
+
+template <typename T>
+std::vector<std::vector<T>> convert(const Tensors& tensors) {
+  std::vector<std::vector<T>> out;
+  for (const auto& tensor : tensors) out.emplace_back(tensor.begin(), tensor.end());
+  return out;
+}
+
+template <typename T>
+std::vector<T*> pointers(std::vector<std::vector<T>>& tensors) {
+  std::vector<T*> out;
+  for (auto& tensor : tensors) out.push_back(tensor.data());
+  return out;
+}
+
+// Results start as NaN: what a kernel forgets to write cannot pass.
+template <typename T>
+std::vector<std::vector<T>> unwritten(const Tensors& like) {
+  std::vector<std::vector<T>> out;
+  for (const auto& tensor : like) out.emplace_back(tensor.size(), T(NAN));
+  return out;
+}
+
+magep::Operation operation(bool equivariant) {
+  return equivariant ? magep::Operation::equivariant : magep::Operation::invariant;
+}
+
+// One layer on one set of inputs, run by the kernels in T.
+template <typename T>
+struct Run {
+  const Shape& s;
+  bool equivariant;
+  std::vector<std::vector<T>> W, b, matrices;
+  std::vector<T> psi, saved;
+
+  Run(const Shape& s, bool equivariant, const Inputs& x)
+      : s(s),
+        equivariant(equivariant),
+        W(convert<T>(x.W)),
+        b(convert<T>(x.b)),
+        matrices(convert<T>(x.matrices)),
+        psi(x.psi.begin(), x.psi.end()),
+        saved(s.B * (magep::Layout(s, operation(equivariant)).size + s.readout_columns()), T(NAN)) {}
+
+  std::vector<std::vector<T>> forward(const Tensors& like, const Parallel& parallel) {
+    auto out = unwritten<T>(like);
+    const auto to = pointers(out), w = pointers(W), bias = pointers(b), phi = pointers(matrices);
+    if (equivariant)
+      equivariant_forward<T, T>(s, w.data(), bias.data(), phi.data(), psi.data(), to.data(), to.data() + s.L(),
+                                saved.data(), parallel);
+    else
+      invariant_forward<T, T>(s, w.data(), bias.data(), phi[0], psi.data(), to[0], saved.data(), parallel);
+    return out;
+  }
+
+  // Gradients of W, b, matrices and psi, after forward.
+  std::vector<std::vector<T>> backward(const Tensors& seeds, const Parallel& parallel) {
+    Tensors like;
+    for (auto* group : {&W, &b, &matrices})
+      for (auto& tensor : *group) like.emplace_back(tensor.size());
+    like.emplace_back(psi.size());
+    auto out = unwritten<T>(like), bars = convert<T>(seeds);
+    const auto to = pointers(out), bar = pointers(bars), w = pointers(W), bias = pointers(b), phi = pointers(matrices);
+    const int64_t L = s.L();
+    if (equivariant)
+      equivariant_backward<T, T>(s, bar.data(), bar.data() + L, w.data(), bias.data(), phi.data(), psi.data(),
+                                 saved.data(), to.data(), to.data() + L, to.data() + 2 * L, to.back(), parallel);
+    else
+      invariant_backward<T, T>(s, bar[0], w.data(), bias.data(), phi[0], psi.data(), saved.data(), to.data(),
+                               to.data() + L, to[2 * L], to.back(), parallel);
+    return out;
+  }
+};
+
+Tensors outputs(const Shape& s, bool equivariant, const Inputs& x) {
+  return equivariant ? naive_equivariant(s, x) : Tensors{naive_invariant(s, x)};
+}
+
+template <typename X>
+void check_close(const std::vector<std::vector<X>>& found, const Tensors& expected, double tolerance, const char* what,
+                 const char* name) {
+  for (size_t k = 0; k < expected.size(); ++k) {
+    const double error = relative_error(found[k], expected[k]);
+    CHECK(error <= tolerance, "%s: %s %zu is off by %g", name, what, k, error);
+  }
+}
+
+// Each gradient along a random direction against the difference of the terms as defined.
+void check_differences(const Shape& s, bool equivariant, Inputs& x, const Tensors& seeds, const Tensors& gradients,
+                       const char* name) {
+  constexpr double kStep = 1e-5;
+  const auto tensors = x.tensors();
+  for (size_t k = 0; k < tensors.size(); ++k) {
+    const std::vector<double> before = *tensors[k], direction = Inputs::random(before.size());
+    double difference = 0, scale = 0;
+    for (int sign : {1, -1}) {
+      for (size_t at = 0; at < before.size(); ++at) (*tensors[k])[at] = before[at] + sign * kStep * direction[at];
+      const Tensors moved = outputs(s, equivariant, x);
+      for (size_t o = 0; o < moved.size(); ++o) difference += sign * inner_product(seeds[o], moved[o]) / (2 * kStep);
+    }
+    *tensors[k] = before;
+    for (size_t at = 0; at < before.size(); ++at) scale += std::abs(gradients[k][at] * direction[at]);
+    const double error = std::abs(inner_product(gradients[k], direction) - difference);
+    CHECK(error <= 1e-5 * scale + 1e-7, "%s: gradient %zu is off by %g of %g", name, k, error, scale);
+  }
+}
+
+void test_layer(const Shape& s, bool equivariant) {
+  char name[200];
+  int length = std::snprintf(name, sizeof name, "%s, B=%d d=%d e=%d n=", equivariant ? "equivariant" : "invariant",
+                             int(s.B), int(s.d), int(s.e));
+  for (int64_t n : s.n) length += std::snprintf(name + length, sizeof name - length, "%d ", int(n));
+
+  Inputs x(s, equivariant);
+  const Tensors expected = outputs(s, equivariant, x);
+  Tensors seeds;
+  for (const auto& out : expected) seeds.push_back(Inputs::random(out.size()));
+
+  Run<double> plain(s, equivariant, x);
+  check_close(plain.forward(expected, serial(1)), expected, 1e-12, "output", name);
+  const Tensors gradients = plain.backward(seeds, serial(1));
+  check_differences(s, equivariant, x, seeds, gradients, name);
+
+  Run<float> single(s, equivariant, x);
+  check_close(single.forward(expected, serial(1)), expected, 1e-4, "output in float", name);
+  check_close(single.backward(seeds, serial(1)), gradients, 1e-4, "gradient in float", name);
+
+  Run<double> split(s, equivariant, x), parallel(s, equivariant, x);
+  const Tensors split_outputs = split.forward(expected, serial(3));
+  CHECK(parallel.forward(expected, threaded(3)) == split_outputs, "%s: outputs depend on the order of threads", name);
+  const Tensors split_gradients = split.backward(seeds, serial(3));
+  CHECK(parallel.backward(seeds, threaded(3)) == split_gradients, "%s: gradients depend on the order of threads", name);
+  check_close(split_outputs, expected, 1e-12, "output in three parts", name);
+  check_close(split_gradients, gradients, 1e-11, "gradient in three parts", name);
+}
+
+}  // namespace
+
+void run_tests() {
+  const std::vector<Shape> shapes{
+      {2, 2, 3, {2, 3, 2}},         {1, 1, 1, {1, 1, 1}},       {3, 1, 1, {1, 1, 1, 1}},
+      {2, 3, 2, {3, 4, 5, 2}},      {2, 3, 2, {2, 4, 5, 3}},    {3, 3, 2, {3, 4, 5, 1}},
+      {4, 5, 9, {1, 9, 8, 7, 1}},   {5, 9, 17, {1, 3, 4, 2}},   {1, 17, 3, {2, 3, 2, 4, 2}},
+      {11, 2, 2, {2, 3, 4, 2}},     {13, 2, 2, {2, 3, 4, 1}},   {1, 2, 3, {2, 3, 70, 66, 2}},
+      {1, 2, 3, {2, 3, 66, 70, 1}}, {1, 2, 14, {2, 130, 3, 1}}, {2, 2, 2, {3, 2, 3, 2, 3, 2, 3, 2}},
+  };
+  for (const Shape& s : shapes)
+    for (bool equivariant : {true, false}) test_layer(s, equivariant);
+}

@@ -1,0 +1,53 @@
+import random
+
+import pytest
+
+from magep_fast import MagepEquivariant, MagepInvariant, WeightSpace, use_backend
+from magep_fast.ops.library import missing_library
+from magep_fast.terms import NAMES
+from tests.helpers import Case, assert_same, gradients
+
+if missing_library() is not None:
+    pytest.skip(missing_library(), allow_module_level=True)
+
+NUM_CASES = 2000
+CHUNKS = 8
+
+
+def random_case(seed):
+    """Mostly small; now and then a width, a number of channels or of networks beyond a vector, a tile or a group."""
+    draw = random.Random(seed)
+
+    def size(usual, rare):
+        return draw.randint(1, usual if draw.random() < 0.9 else rare)
+
+    L = draw.randint(1, 5)
+    widths = (size(4, 10), *(size(9, 40) for _ in range(L - 1)), draw.choice((1, size(4, 10))))
+    terms = frozenset({"all"}) if draw.random() < 0.9 else frozenset(draw.sample(NAMES, draw.randint(1, len(NAMES))))
+    return Case(WeightSpace(widths), size(4, 20), size(5, 20), size(5, 20), terms, seed)
+
+
+@pytest.mark.parametrize("kind", [MagepEquivariant, MagepInvariant])
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_random_shapes_agree_with_torch_ops(kind, chunk):
+    for seed in range(chunk, NUM_CASES, CHUNKS):
+        case = random_case(seed)
+        features, layer = case.features(), case.layer(kind)
+        with use_backend("torch"):
+            expected_output, expected = gradients(layer, features)
+        with use_backend("cpu"):
+            output, found = gradients(layer, features)
+        try:
+            assert_same(output, expected_output, 1e-10)
+            for x, y in zip(found, expected, strict=True):
+                assert_same(x, y, 1e-10)
+        except AssertionError as error:
+            raise AssertionError(f"{layer} on {case.batch_size} networks, seed {seed}") from error
+
+
+def test_most_cases_reach_the_kernels():
+    cases = [random_case(seed) for seed in range(NUM_CASES)]
+    fused = [case for case in cases if case.terms == {"all"} and case.space.num_layers > 1]
+    assert len(fused) > NUM_CASES / 2
+    assert len({case.space for case in fused}) > NUM_CASES / 4
+    assert {case.space.n_out == 1 for case in fused} == {True, False}

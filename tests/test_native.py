@@ -1,0 +1,448 @@
+from contextlib import contextmanager
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from magep_fast import Activation, MagepEquivariant, MagepInvariant, WeightSpace, use_backend
+from magep_fast.ops.library import missing_library
+from tests.helpers import Case, assert_same, random_features, tensors_of
+
+if missing_library() is not None:
+    pytest.skip(missing_library(), allow_module_level=True)
+
+LAYERS = [MagepEquivariant, MagepInvariant]
+every_layer = pytest.mark.parametrize("kind", LAYERS)
+AROUND_VECTORS = (7, 8, 9, 15, 16, 17, 31, 33)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu_kernels(clean_state):
+    with use_backend("cpu"):
+        yield
+
+
+@contextmanager
+def threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def make_case(widths, batch_size=3, in_channels=4, out_channels=5):
+    return Case(WeightSpace(widths), batch_size, in_channels, out_channels, frozenset({"all"}), seed=0)
+
+
+def seeds_for(layer, features):
+    """Output gradients of the dtype of the features."""
+    with torch.no_grad():
+        return [torch.randn_like(x) for x in tensors_of(layer(features))]
+
+
+def derivatives(layer, features, seeds):
+    """Outputs, and gradients by all features and parameters."""
+    features = features.map(lambda x: x.detach().requires_grad_())
+    outputs = tensors_of(layer(features))
+    return *outputs, *torch.autograd.grad(outputs, (*features.tensors(), *layer.parameters()), seeds)
+
+
+def exact_derivatives(layer, features, seeds):
+    """The same numbers in float64 by the reference."""
+    with use_backend("reference"):
+        return derivatives(deepcopy(layer).double(), features.to(torch.float64), [x.double() for x in seeds])
+
+
+def errors(found, exact):
+    """The largest error of each tensor, relative to its largest magnitude."""
+    for x, y in zip(found, exact, strict=True):
+        assert x.shape == y.shape
+        yield ((x.double() - y).abs().max() / y.abs().max()).item() if y.numel() and y.any() else x.abs().sum().item()
+
+
+def operator(kind, suffix=""):
+    name = "equivariant" if kind is MagepEquivariant else "invariant"
+    return getattr(torch.ops.magep_fast, name + suffix)
+
+
+def arguments(case, kind, dtype=torch.float64, requires_grad=False):
+    """Of the operator of a layer."""
+    layer, features = case.layer(kind, dtype), case.features(dtype)
+    layer(features)
+    matrices = [getattr(layer, output.name) for output in layer.table.outputs]
+    tensors = [
+        [x.detach().clone().requires_grad_(requires_grad) for x in group]
+        for group in (features.weights, features.biases, matrices, [layer.psi])
+    ]
+    return [*tensors[:3], tensors[3][0], case.out_channels]
+
+
+def backward_arguments(kind, forward_arguments, requires_grad=False):
+    """Of the backward operator, for the outputs of the operator at these arguments."""
+    *outputs, saved = operator(kind)(*forward_arguments)
+    grads = [torch.randn_like(x).requires_grad_(requires_grad) for x in outputs]
+    return [grads, *forward_arguments[:4], saved.detach(), forward_arguments[4]]
+
+
+@every_layer
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(
+    ("widths", "dtype"),
+    [
+        ((3, 5, 1), torch.float64),
+        ((1, 4, 3), torch.float32),
+        ((2, 3, 4, 2), torch.float64),
+        ((3, 4, 5, 1), torch.float32),
+        ((2, 3, 4, 3, 2, 4), torch.float64),
+        ((4, 3, 2, 3, 4, 2), torch.float32),
+    ],
+)
+class TestOperators:
+    def test_forward(self, kind, widths, dtype, requires_grad):
+        torch.library.opcheck(operator(kind), arguments(make_case(widths, 2, 3, 2), kind, dtype, requires_grad))
+
+    def test_backward(self, kind, widths, dtype, requires_grad):
+        given = backward_arguments(
+            kind, arguments(make_case(widths, 2, 3, 2), kind, dtype, requires_grad), requires_grad
+        )
+        torch.library.opcheck(operator(kind, "_backward"), given)
+
+
+EDGES = [
+    make_case((3, 4, 5, 2), batch_size=1),
+    make_case((3, 4, 5, 2), batch_size=0),
+    make_case((3, 4, 5, 1), batch_size=0),
+    make_case((3, 1, 2)),
+    make_case((2, 1, 1, 1, 3)),
+    make_case((3, 1, 1, 1)),
+    make_case((1, 1, 1), 1, 1, 1),
+    make_case((1, 1, 1, 1), 2, 1, 1),
+    make_case((3, 4, 5, 2), in_channels=1),
+    make_case((3, 4, 5, 2), out_channels=1),
+    make_case((3, 4, 5, 1), in_channels=1, out_channels=1),
+    make_case((2, 70, 130, 3), 1, 2, 3),
+    make_case((2, 130, 70, 1), 1, 2, 3),
+    make_case((2, 3, 4, 3, 2, 3, 4, 3, 2)),
+    make_case((3, 2, 3, 4, 3, 2, 3, 4, 1)),
+    make_case((2, 5, 4, 3), batch_size=37),
+    make_case((2, 5, 4, 1), batch_size=37),
+    *(make_case((3, n, n, 2), 2) for n in AROUND_VECTORS),
+    *(make_case((2, n, n, 1), 2) for n in AROUND_VECTORS),
+    *(make_case((2, 5, 4, 3), 2, n, n) for n in AROUND_VECTORS),
+    *(make_case((2, 5, 4, 1), 2, n, n) for n in AROUND_VECTORS),
+    *(make_case((n, 3, 4, 2), 2, 2, 2) for n in AROUND_VECTORS),
+    *(make_case((2, 3, 4, n), 2, 2, 2) for n in AROUND_VECTORS),
+]
+
+
+def name_of(case):
+    return f"{case.space}-{case.batch_size}x{case.in_channels}->{case.out_channels}"
+
+
+@every_layer
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("case", EDGES, ids=name_of)
+def test_edges_agree_with_the_reference(kind, case, dtype, tolerance):
+    layer, features = case.layer(kind, dtype), case.features(dtype)
+    seeds = seeds_for(layer, features)
+    found = derivatives(layer, features, seeds)
+    assert {x.dtype for x in found} == {dtype}
+    assert max(errors(found, exact_derivatives(layer, features, seeds))) <= tolerance
+
+
+@every_layer
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize("widths", [(3, 9, 8, 2), (3, 9, 8, 1), (2, 5, 3)])
+def test_fewer_networks_than_threads(kind, widths, batch_size):
+    case = make_case(widths, batch_size)
+    layer, features = case.layer(kind), case.features()
+    seeds = seeds_for(layer, features)
+    with threads(4):
+        found = derivatives(layer, features, seeds)
+    assert max(errors(found, exact_derivatives(layer, features, seeds))) <= 1e-10
+
+
+@every_layer
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("widths", [(2, 16, 16, 1), (3, 24, 17, 5), (1, 9, 1), (2, 8, 9, 8, 9, 3)])
+def test_low_precision_is_no_worse_than_in_torch_ops(kind, dtype, widths):
+    case = make_case(widths, 4, 6, 5)
+    layer, features = case.layer(kind, dtype), case.features(dtype)
+    seeds = seeds_for(layer, features)
+    exact = exact_derivatives(layer, features, seeds)
+    found = derivatives(layer, features, seeds)
+    assert {x.dtype for x in found} == {dtype}
+    with use_backend("torch"):
+        allowed = [2 * error + torch.finfo(dtype).eps for error in errors(derivatives(layer, features, seeds), exact)]
+    for error, limit in zip(errors(found, exact), allowed, strict=True):
+        assert error <= limit
+
+
+def unaligned(x):
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def transposed(x):
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def strided(x):
+    return x.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+def expanded(x):
+    return x[:1].expand(x.shape)
+
+
+@every_layer
+@pytest.mark.parametrize("layout", [unaligned, transposed, strided, expanded, torch._neg_view])
+@pytest.mark.parametrize("widths", [(3, 4, 5, 2), (3, 4, 5, 1)])
+def test_memory_layout_of_arguments(kind, layout, widths):
+    def moved(given):
+        return torch.utils._pytree.tree_map_only(torch.Tensor, layout, given)
+
+    def plain(given):
+        return torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda x: layout(x).clone(memory_format=torch.contiguous_format), given
+        )
+
+    # Outputs only: what `saved` holds between its parts is left as it was.
+    given = arguments(make_case(widths), kind)
+    for x, y in zip(operator(kind)(*moved(given))[:-1], operator(kind)(*plain(given))[:-1], strict=True):
+        assert torch.equal(x, y)
+    given = backward_arguments(kind, given)
+    found, expected = operator(kind, "_backward")(*moved(given)), operator(kind, "_backward")(*plain(given))
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+@every_layer
+@pytest.mark.parametrize("batch_size", [1, 2, 9])
+@pytest.mark.parametrize("widths", [(3, 20, 17, 2), (3, 20, 17, 1)])
+def test_repeated_runs_are_bitwise_equal(kind, widths, batch_size):
+    case = make_case(widths, batch_size, 9, 10)
+    layer, features = case.layer(kind, torch.float32), case.features(torch.float32)
+    seeds = seeds_for(layer, features)
+    results = {}
+    for count in (1, 2):
+        with threads(count):
+            first, second = (derivatives(layer, features, seeds) for _ in range(2))
+        for x, y in zip(first, second, strict=True):
+            assert torch.equal(x, y)
+        results[count] = first
+    for x, y in zip(results[1], results[2], strict=True):
+        assert_same(x, y, 1e-5)
+
+
+@pytest.fixture
+def uninitialised_memory_is_nan():
+    """What torch.empty gives, and new_empty, by which the operators allocate."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.ops.aten.new_empty(torch.zeros(1), [7]).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@every_layer
+@pytest.mark.parametrize("widths", [(3, 5, 6, 2), (3, 5, 6, 1), (2, 3, 5)])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_uninitialised_memory_does_not_matter(kind, widths, batch_size, uninitialised_memory_is_nan):
+    case = make_case(widths, batch_size)
+    layer, features = case.layer(kind), case.features()
+    seeds = seeds_for(layer, features)
+    found = derivatives(layer, features, seeds)
+    assert max(errors(found, exact_derivatives(layer, features, seeds))) <= 1e-10
+
+
+@every_layer
+def test_memory_of_earlier_calls_does_not_matter(kind):
+    """Threads keep their working memory: a call on NaN leaves it full of them."""
+    for widths in [(3, 9, 8, 2), (3, 9, 8, 1), (3, 9, 2)]:
+        case = make_case(widths)
+        layer, features = case.layer(kind), case.features()
+        seeds = seeds_for(layer, features)
+        derivatives(layer, features.map(lambda x: x * torch.nan), seeds)
+        found = derivatives(layer, features, seeds)
+        assert max(errors(found, exact_derivatives(layer, features, seeds))) <= 1e-10
+
+
+SPACE = WeightSpace((2, 5, 4, 3))
+
+
+def small_model(dtype=torch.float32):
+    return nn.Sequential(
+        MagepEquivariant(SPACE, 2, 3, dtype=dtype),
+        Activation(nn.ReLU(), kind="positive"),
+        MagepInvariant(SPACE, 3, 2, dtype=dtype),
+    )
+
+
+def parameter_gradients(model, call, features):
+    loss = call(features).square().sum()
+    return loss, *torch.autograd.grad(loss, tuple(model.parameters()))
+
+
+def test_compiled_gradients_equal_eager_ones():
+    model, features = small_model(), random_features(SPACE, dtype=torch.float32)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found, expected = parameter_gradients(model, compiled, features), parameter_gradients(model, model, features)
+    for x, y in zip(found, expected, strict=True):
+        assert_same(x, y, 1e-6)
+
+
+def test_exported_model_computes_the_same():
+    model, features = small_model(), random_features(SPACE, dtype=torch.float32)
+    exported = torch.export.export(model, (features,))
+    names = [str(node.target) for node in exported.graph.nodes]
+    assert any("magep_fast.equivariant" in name for name in names)
+    other = random_features(SPACE, dtype=torch.float32)
+    assert_same(exported.module()(other), model(other), 1e-6)
+
+
+def replaced(given, position, value, index=None):
+    """A copy of the arguments with one of them, or one of its elements, replaced."""
+    given = list(given)
+    if index is None:
+        given[position] = value(given[position])
+    else:
+        given[position] = list(given[position])
+        given[position][index] = value(given[position][index])
+    return given
+
+
+WEIGHTS, BIASES, MATRICES, PSI = range(4)
+
+
+@every_layer
+@pytest.mark.parametrize(
+    ("position", "index", "value", "message"),
+    [
+        (WEIGHTS, 1, lambda x: x.float(), r"weights\[1\] must be a CPU tensor of shape \[ 3 4 4 5 \]"),
+        (WEIGHTS, 0, lambda x: x[0], r"weights\[0\] must have rank 4"),
+        (WEIGHTS, 1, lambda x: x[0], r"weights\[1\] must have rank 4; found 3"),
+        (WEIGHTS, 1, lambda x: x[:, :, :, 1:], r"weights\[1\] .*found shape \[ 3 4 4 4 \]"),
+        (WEIGHTS, None, lambda x: x[:-1], "as many weights as biases"),
+        (WEIGHTS, 2, lambda x: x[:2], r"weights\[2\] must be a CPU tensor"),
+        (BIASES, 2, lambda x: x.half(), r"biases\[2\] .*of the dtype of the call"),
+        (BIASES, 0, lambda x: x[0], r"biases\[0\] .*found shape \[ 4 5 \]"),
+        (BIASES, 1, lambda x: x[:, :, 1:], r"biases\[1\] .*found shape \[ 3 4 3 \]"),
+        (MATRICES, None, lambda x: x[:-1], r"expected \d matrices; found \d"),
+        (MATRICES, 0, lambda x: x.float(), r"matrices\[0\] .*of the dtype of the call"),
+        (MATRICES, 0, lambda x: x[:, 1:], r"matrices\[0\] must be a CPU tensor of shape"),
+        (MATRICES, 0, lambda x: x.flatten(), r"matrices\[0\] must be a CPU tensor of shape"),
+        (PSI, None, lambda x: x[0], "psi.* must be a CPU tensor of shape"),
+        (PSI, None, lambda x: x[:, 1:], "psi.* must be a CPU tensor of shape"),
+        (PSI, None, lambda x: x.float(), "psi.* of the dtype of the call"),
+    ],
+)
+def test_operators_refuse(kind, position, index, value, message):
+    given = arguments(make_case((3, 5, 4, 2)), kind)
+    wrong_backward = replaced(backward_arguments(kind, given), position + 1, value, index)
+    for suffix, wrong in (("", replaced(given, position, value, index)), ("_backward", wrong_backward)):
+        with pytest.raises(RuntimeError, match=f"magep_fast::{operator(kind, suffix).__name__}: .*{message}"):
+            operator(kind, suffix)(*wrong)
+
+
+@every_layer
+@pytest.mark.parametrize(
+    ("position", "index", "value", "message"),
+    [
+        (0, None, lambda x: x[:-1], "gradients?; found"),
+        (0, 0, lambda x: x.float(), r"grads\[0\] .*of the dtype of the call"),
+        (0, 0, lambda x: x[..., :-1], r"grads\[0\] must be a CPU tensor of shape"),
+        (5, None, lambda x: x[:, 1:], "saved.* must be a CPU tensor of shape"),
+        (5, None, lambda x: x.float(), "saved.* must be a CPU tensor of shape"),
+    ],
+)
+def test_backward_operators_refuse(kind, position, index, value, message):
+    given = backward_arguments(kind, arguments(make_case((3, 5, 4, 2)), kind))
+    with pytest.raises(RuntimeError, match=message):
+        operator(kind, "_backward")(*replaced(given, position, value, index))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_operators_refuse_other_dtypes(dtype):
+    given = arguments(make_case((3, 5, 4, 2)), MagepInvariant)
+    given = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to(dtype), given)
+    with pytest.raises(RuntimeError, match="expected float32, float64, bfloat16 or float16 features"):
+        operator(MagepInvariant)(*given)
+
+
+@every_layer
+@pytest.mark.parametrize("widths", [(2, 3, 2), (2, 3, 4, 1)])
+def test_second_derivatives_agree_with_torch_ops(kind, widths):
+    case = make_case(widths, 2, 2, 2)
+    layer, features = case.layer(kind), case.features().map(lambda x: x.requires_grad_())
+    inputs = (*features.tensors(), *layer.parameters())
+
+    def second():
+        loss = sum(x.square().sum() for x in tensors_of(layer(features)))
+        first = torch.autograd.grad(loss, inputs, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), inputs)
+
+    found = second()
+    with use_backend("torch"):
+        expected = second()
+    for x, y in zip(found, expected, strict=True):
+        assert_same(x, y, 1e-10)
+
+
+@every_layer
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("widths", [(2, 3, 2), (2, 3, 4, 1)])
+def test_forward_mode_agrees_with_torch_ops(kind, widths):
+    case = make_case(widths, 2, 2, 2)
+    layer, features = case.layer(kind), case.features()
+    parameters = {name: x.detach() for name, x in layer.named_parameters()}
+    directions = random_features(case.space, 2, 2), {name: torch.randn_like(x) for name, x in parameters.items()}
+
+    def function(x, given):
+        return torch.func.functional_call(layer, given, (x,))
+
+    found = torch.func.jvp(function, (features, parameters), directions)
+    with use_backend("torch"):
+        expected = torch.func.jvp(function, (features, parameters), directions)
+    for x, y in zip(found, expected, strict=True):
+        assert_same(x, y, 1e-10)
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_distributed_data_parallel_trains_the_same(process_group):
+    plain, features = small_model(), random_features(SPACE, dtype=torch.float32)
+    wrapped = nn.parallel.DistributedDataParallel(deepcopy(plain))
+    for model in (plain, wrapped):
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(features).square().sum().backward()
+        optimiser.step()
+    for x, y in zip(wrapped.module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_autocast_is_the_same_as_bfloat16():
+    model, features = small_model(), random_features(SPACE, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(features)
+    expected = deepcopy(model).bfloat16()(features.to(torch.bfloat16))
+    assert output.dtype == torch.bfloat16 and torch.equal(output, expected)
+    output.float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.any() for p in model.parameters())
+
+
+def test_features_of_a_network_do_not_depend_on_its_batch():
+    case = make_case((3, 17, 9, 2), 11, 5, 6)
+    layer, features = case.layer(MagepEquivariant), case.features()
+    whole = layer(features)
+    for net in range(case.batch_size):
+        alone = layer(features[net : net + 1])
+        assert_same(alone, whole[net : net + 1], 1e-12)
