@@ -322,22 +322,22 @@ WEIGHTS, BIASES, MATRICES, PSI = range(4)
 @pytest.mark.parametrize(
     ("position", "index", "value", "message"),
     [
-        (WEIGHTS, 1, lambda x: x.float(), r"weights\[1\] must be a CPU tensor of shape \[ 3 4 4 5 \]"),
+        (WEIGHTS, 1, lambda x: x.float(), r"weights\[1\] must be a CPU tensor of shape \[3, 4, 4, 5\]"),
         (WEIGHTS, 0, lambda x: x[0], r"weights\[0\] must have rank 4"),
         (WEIGHTS, 1, lambda x: x[0], r"weights\[1\] must have rank 4; found 3"),
-        (WEIGHTS, 1, lambda x: x[:, :, :, 1:], r"weights\[1\] .*found shape \[ 3 4 4 4 \]"),
+        (WEIGHTS, 1, lambda x: x[:, :, :, 1:], r"weights\[1\] .*found shape \[3, 4, 4, 4\]"),
         (WEIGHTS, None, lambda x: x[:-1], "as many weights as biases"),
         (WEIGHTS, 2, lambda x: x[:2], r"weights\[2\] must be a CPU tensor"),
-        (BIASES, 2, lambda x: x.half(), r"biases\[2\] .*of the dtype of the call"),
-        (BIASES, 0, lambda x: x[0], r"biases\[0\] .*found shape \[ 4 5 \]"),
-        (BIASES, 1, lambda x: x[:, :, 1:], r"biases\[1\] .*found shape \[ 3 4 3 \]"),
+        (BIASES, 2, lambda x: x.half(), r"biases\[2\] .*and dtype Double; found .* dtype Half"),
+        (BIASES, 0, lambda x: x[0], r"biases\[0\] .*found shape \[4, 5\]"),
+        (BIASES, 1, lambda x: x[:, :, 1:], r"biases\[1\] .*found shape \[3, 4, 3\]"),
         (MATRICES, None, lambda x: x[:-1], r"expected \d matrices; found \d"),
-        (MATRICES, 0, lambda x: x.float(), r"matrices\[0\] .*of the dtype of the call"),
+        (MATRICES, 0, lambda x: x.float(), r"matrices\[0\] .*and dtype Double; found .* dtype Float"),
         (MATRICES, 0, lambda x: x[:, 1:], r"matrices\[0\] must be a CPU tensor of shape"),
         (MATRICES, 0, lambda x: x.flatten(), r"matrices\[0\] must be a CPU tensor of shape"),
         (PSI, None, lambda x: x[0], "psi.* must be a CPU tensor of shape"),
         (PSI, None, lambda x: x[:, 1:], "psi.* must be a CPU tensor of shape"),
-        (PSI, None, lambda x: x.float(), "psi.* of the dtype of the call"),
+        (PSI, None, lambda x: x.float(), "psi.* and dtype Double; found .* dtype Float"),
     ],
 )
 def test_operators_refuse(kind, position, index, value, message):
@@ -353,7 +353,7 @@ def test_operators_refuse(kind, position, index, value, message):
     ("position", "index", "value", "message"),
     [
         (0, None, lambda x: x[:-1], "gradients?; found"),
-        (0, 0, lambda x: x.float(), r"grads\[0\] .*of the dtype of the call"),
+        (0, 0, lambda x: x.float(), r"grads\[0\] .*and dtype Double; found .* dtype Float"),
         (0, 0, lambda x: x[..., :-1], r"grads\[0\] must be a CPU tensor of shape"),
         (5, None, lambda x: x[:, 1:], "saved.* must be a CPU tensor of shape"),
         (5, None, lambda x: x.float(), "saved.* must be a CPU tensor of shape"),

@@ -139,7 +139,7 @@ def test_traces_are_sums_of_diagonals():
     space = SPACES[1]
     layer = MagepInvariant(space, 2, 1, dtype=torch.float64)
     features = random_features(space, channels=2, batch_size=1)
-    stable = StableTerms(layer.table, features.weights, features.biases, layer.psi)
+    stable = StableTerms(features.weights, features.biases, layer.table.connections(layer.psi))
     for d in range(2):
         terms = NetworkTerms(layer, features, d)
         for s in range(1, space.num_layers):

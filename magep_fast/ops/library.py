@@ -12,7 +12,7 @@ import torch
 _OPS = Path(__file__).resolve().parent.parent / "libmagep_fast_ops.so"
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def missing_library() -> str | None:
     """None if the torch operators are there, or why they are not."""
     return load_library()

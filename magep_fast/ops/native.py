@@ -52,7 +52,7 @@ def equivariant(
     if psi is None or not has_kernel(table):
         return factored.equivariant(table, weights, biases, matrices, psi)
     L = len(weights)
-    results = _Equivariant.apply(L, table.out_channels, *weights, *biases, *matrices, psi)
+    results = _Equivariant.call(L, table.out_channels, *weights, *biases, *matrices, psi)
     return list(results[:L]), list(results[L : 2 * L])
 
 
@@ -62,7 +62,7 @@ def invariant(
     """As `factored.invariant`."""
     if psi is None or not has_kernel(table):
         return factored.invariant(table, weights, biases, matrix, psi)
-    return _Invariant.apply(len(weights), table.out_channels, *weights, *biases, matrix, psi)[0]
+    return _Invariant.call(len(weights), table.out_channels, *weights, *biases, matrix, psi)[0]
 
 
 def _split(L: int, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
@@ -100,7 +100,12 @@ class _Operation(torch.autograd.Function):
     in_torch: Callable[..., tuple[Tensor, ...]]
 
     @classmethod
-    def run(cls, L: int, out_channels: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def call(cls, L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Through this Function, or while compiling by the operator itself: a graph holds operators."""
+        return (cls.run if torch.compiler.is_compiling() else cls.apply)(L, out_channels, *tensors)
+
+    @classmethod
+    def run(cls, L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         operator = getattr(torch.ops.magep_fast, cls.name)
         return tuple(operator(*_split(L, tensors), out_channels))
 
@@ -156,7 +161,7 @@ class _Equivariant(_Operation):
 
     @staticmethod
     def forward(L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _Equivariant.run(L, out_channels, tensors)
+        return _Equivariant.run(L, out_channels, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
@@ -176,7 +181,7 @@ class _Invariant(_Operation):
 
     @staticmethod
     def forward(L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _Invariant.run(L, out_channels, tensors)
+        return _Invariant.run(L, out_channels, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
