@@ -299,7 +299,7 @@ def test_activation_refuses(kind, function, name):
 
 
 def test_activation_refuses_an_unknown_group():
-    with pytest.raises(ValueError, match="kind must be one of .*'permutation'.; found 'odd'"):
+    with pytest.raises(ValueError, match=r"kind must be one of .*'permutation'.; found 'odd'"):
         Activation(nn.ReLU(), "odd")
 
 
