@@ -94,6 +94,8 @@ def plot(rows: list[dict[str, object]], path: Path) -> None:
                 ]
                 axes.plot(*zip(*points, strict=True), marker="o", label=backend) if points else None
             axes.set(xscale="log", yscale="log", xlabel=sweep.axis, title=f"{kind}, by {sweep.axis}")
+            axes.set_xticks(sweep.values, [str(value) for value in sweep.values])
+            axes.minorticks_off()
             axes.grid(alpha=0.3)
         grid[r][0].set_ylabel("ns per input weight, fwd + bwd")
     grid[0][0].legend()
