@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from magep_fast import Activation, MagepEquivariant, MagepInvariant, WeightSpace, use_backend
+from magep_fast import Activation, MagepEquivariant, MagepInvariant, WeightFeatures, WeightSpace, use_backend
 from magep_fast.ops.library import missing_library
 from tests.helpers import Case, assert_same, random_features, tensors_of
 
@@ -446,3 +446,23 @@ def test_features_of_a_network_do_not_depend_on_its_batch():
     for net in range(case.batch_size):
         alone = layer(features[net : net + 1])
         assert_same(alone, whole[net : net + 1], 1e-12)
+
+
+def test_gradients_of_each_network_by_vmap():
+    space = WeightSpace((2, 5, 4, 3))
+    layer = MagepInvariant(space, 2, 3, dtype=torch.float64)
+    features = random_features(space, 2, 4)
+    parameters = dict(layer.named_parameters())
+
+    def loss(parameters, weights, biases):
+        network = WeightFeatures([w[None] for w in weights], [b[None] for b in biases])
+        return torch.func.functional_call(layer, parameters, (network,)).square().sum()
+
+    with use_backend("cpu"):
+        by_network = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(
+            parameters, features.weights, features.biases
+        )
+        for k in range(4):
+            one = torch.autograd.grad(layer(features[k]).square().sum(), list(parameters.values()))
+            for expected, found in zip(one, by_network.values(), strict=True):
+                torch.testing.assert_close(found[k], expected)

@@ -52,7 +52,10 @@ def equivariant(
     if psi is None or not has_kernel(table):
         return factored.equivariant(table, weights, biases, matrices, psi)
     L = len(weights)
-    results = _Equivariant.call(L, table.out_channels, *weights, *biases, *matrices, psi)
+    if torch.compiler.is_compiling():  # a graph holds operators
+        results = torch.ops.magep_fast.equivariant(list(weights), list(biases), list(matrices), psi, table.out_channels)
+    else:
+        results = _Equivariant.apply(L, table.out_channels, *weights, *biases, *matrices, psi)
     return list(results[:L]), list(results[L : 2 * L])
 
 
@@ -62,7 +65,9 @@ def invariant(
     """As `factored.invariant`."""
     if psi is None or not has_kernel(table):
         return factored.invariant(table, weights, biases, matrix, psi)
-    return _Invariant.call(len(weights), table.out_channels, *weights, *biases, matrix, psi)[0]
+    if torch.compiler.is_compiling():
+        return torch.ops.magep_fast.invariant(list(weights), list(biases), [matrix], psi, table.out_channels)[0]
+    return _Invariant.apply(len(weights), table.out_channels, *weights, *biases, matrix, psi)[0]
 
 
 def _split(L: int, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
@@ -100,11 +105,6 @@ class _Operation(torch.autograd.Function):
     in_torch: Callable[..., tuple[Tensor, ...]]
 
     @classmethod
-    def call(cls, L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Through this Function, or while compiling by the operator itself: a graph holds operators."""
-        return (cls.run if torch.compiler.is_compiling() else cls.apply)(L, out_channels, *tensors)
-
-    @classmethod
     def run(cls, L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         operator = getattr(torch.ops.magep_fast, cls.name)
         return tuple(operator(*_split(L, tensors), out_channels))
@@ -122,6 +122,9 @@ class _Operation(torch.autograd.Function):
     def gradient(cls, ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
         *tensors, saved = ctx.saved_tensors
         known = [tensors[0].new_zeros(n) if g is None else g for n, g in zip(ctx.shapes, grads, strict=False)]
+        if torch.is_grad_enabled():  # a further derivative is wanted, or a transform of torch.func is under way
+            vjp = torch.func.vjp(lambda *x: cls.in_torch(ctx.L, ctx.out_channels, *x), *tensors)[1]
+            return None, None, *vjp(tuple(known))
         return None, None, *_first_derivative(cls, ctx.L, ctx.out_channels, known, tensors, saved)
 
     @classmethod
@@ -204,7 +207,7 @@ def _first_derivative(
     tensors: Sequence[Tensor],
     saved: Tensor,
 ) -> tuple[Tensor, ...]:
-    """The backward pass, which can itself be differentiated."""
+    """The backward pass by its operator."""
     operator = getattr(torch.ops.magep_fast, f"{operation.name}_backward")
     return tuple(operator(list(grads), *_split(L, tensors), saved, out_channels))
 
