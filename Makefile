@@ -19,14 +19,14 @@ install: $(STAMP)
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# torch is pinned first: a plain requirement for torch would fetch gigabytes of CUDA libraries.
+# The torch that the wheel is built against comes first, so that nothing later asks for another.
 $(VENV)/.requirements: pyproject.toml | $(BIN)/python
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet "setuptools>=77" "pybind11>=2.13" "cmake>=3.24" ninja wheel build
 	touch $@
 
 $(STAMP): $(NATIVE) $(VENV)/.requirements
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet --no-build-isolation --editable ".[test,bench,dev]"
+	PATH="$(CURDIR)/$(BIN):$$PATH" CMAKE_ARGS="-DMAGEP_WERROR=ON" $(BIN)/pip install --quiet --no-build-isolation --editable ".[test,bench,dev]"
 	touch $@
 
 test: $(STAMP)

@@ -90,6 +90,7 @@ Shape shape_of(const char* op, const std::vector<Tensor>& weights, const std::ve
     check(biases[i], op, item("biases", i), {s.B, s.d, s.n[i + 1]}, dtype);
   }
   for (int64_t n : s.n) STD_TORCH_CHECK(n >= 1, op, ": every width must be at least 1");
+  STD_TORCH_CHECK(s.d >= 1 && s.e >= 1, op, ": expected at least one channel in and out; found ", s.d, " and ", s.e);
   return s;
 }
 

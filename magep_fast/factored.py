@@ -9,8 +9,8 @@ chain, S_t = [W]^(L,t) the suffix chain and [G; g]_(s,t) = [Ψ; ψ]^(s,t) S_t:
 so that no product of weight matrices but the two chains is formed, and no matrix whose trace alone is wanted.
 
 Two habits, both measured: a slice of a shared tensor is taken by one `split` (whose gradient is one `cat`, not a
-zero-filled tensor per slice), and a shared matrix meets a batch in `bmm` with an expanded batch dimension, never in
-`matmul`, which copies the batch.
+zero-filled tensor per slice), and a shared matrix that is small meets a batch in `bmm` with an expanded batch
+dimension, where `matmul` would copy the batch (see `product`).
 """
 
 from __future__ import annotations
@@ -132,6 +132,19 @@ class Factors:
         return torch.cat(features, dim=1)
 
 
+def product(matrix: Tensor, data: Tensor) -> Tensor:
+    """matrix `[rows, columns]` times data `[B, columns, N]`: `[B, rows, N]`.
+
+    The gradient of an expanded matrix is one matrix per network, that of a folded batch a copy of the data: whichever
+    is smaller.
+    """
+    batch = data.shape[0]
+    if batch * matrix.numel() <= 4 * data.numel():
+        return torch.bmm(matrix.expand(batch, *matrix.shape), data)
+    folded = matrix @ rearrange(data, "b c n -> c (b n)")
+    return rearrange(folded, "r (b n) -> b r n", n=data.shape[2])
+
+
 def mix(output: Output, matrix: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """Σ over the terms of their block of columns times their data `[B, columns of the term, N]`: `[B, rows, N]`."""
     batch = parts[0].shape[0]
@@ -162,7 +175,7 @@ def equivariant(
             weight = b.new_zeros(batch, channels, *w.shape[2:])
         elif 1 == i < L:  # rows (e, k), columns (q, d), data [columns, j]
             columns = factors.hidden_columns(weight_output, i)
-            weight = torch.bmm(weight_matrix.expand(batch, -1, -1), columns).unflatten(1, (channels, -1)).mT
+            weight = product(weight_matrix, columns).unflatten(1, (channels, -1)).mT
         elif i == L:  # rows (e, j), columns (p, d), data [columns, k]
             parts = [
                 rearrange(factors.weight_part(term.name, i), "b d p k -> b (p d) k") for term in weight_output.terms
@@ -175,7 +188,7 @@ def equivariant(
         if not bias_output.terms:
             bias = b.new_zeros(batch, e, n)
         elif i < L:
-            bias = torch.bmm(bias_matrix.expand(batch, -1, -1), factors.hidden_columns(bias_output, i))
+            bias = product(bias_matrix, factors.hidden_columns(bias_output, i))
         else:
             bias = (factors.readout_features(bias_output) @ bias_matrix.mT).unflatten(1, (e, n))
 

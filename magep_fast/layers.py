@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from magep_fast import ops
+from magep_fast.ops.autocast import autocast_dtype
 from magep_fast.ops.backends import check_backend
 from magep_fast.spaces import WeightFeatures, WeightSpace
 from magep_fast.symmetry import KINDS, Kind
@@ -65,7 +66,8 @@ class _PolynomialLayer(nn.Module):
         parameter = self._matrices()[0]
         if features.device != parameter.device:
             raise ValueError(f"features are on {features.device} but the layer is on {parameter.device}: move one")
-        if features.dtype != parameter.dtype and not torch.is_autocast_enabled(features.device.type):
+        cast = autocast_dtype(features) is not None and parameter.dtype != torch.float64
+        if features.dtype != parameter.dtype and not cast:
             raise ValueError(
                 f"features are {features.dtype} but the layer's parameters are {parameter.dtype}: "
                 f"use features.to({parameter.dtype}) or layer.to({features.dtype})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -82,10 +83,12 @@ class WeightSpace:
         layers = chained_layers(module)
         widths: list[int | None] = [fan_in(layers[0][1])]
         taps: list[int] = []
+        before: nn.Module | None = None
         for name, layer in layers:
             n_in, known = fan_in(layer), widths[-1]
             assert known is not None
-            if n_in % known or (n_in != known and not isinstance(layer, nn.Linear)):
+            flattens = isinstance(layer, nn.Linear) and isinstance(before, _CONVOLUTIONS)
+            if n_in % known or (n_in != known and not flattens):
                 raise ValueError(
                     f"layer '{name}' ({layer}) reads {n_in} features but the layer before it gives {known}; "
                     "expected a chain in which each layer reads the one registered before it"
@@ -93,6 +96,7 @@ class WeightSpace:
             positions = n_in // known
             taps.append(prod(layer.kernel_size) if isinstance(layer, _CONVOLUTIONS) else positions)
             widths.append(layer.weight.shape[0])
+            before = layer
         return WeightSpace(widths, taps)
 
     def __repr__(self) -> str:
@@ -108,7 +112,7 @@ def fan_in(layer: nn.Module) -> int:
 def chained_layers(module: nn.Module) -> list[tuple[str, Any]]:
     """The named dense and convolution layers of a module, in order; refuses layers a weight space cannot describe."""
     layers: list[tuple[str, Any]] = []
-    for name, layer in module.named_modules():
+    for name, layer in module.named_modules(remove_duplicate=False):  # a layer used twice is two layers
         if isinstance(layer, _CONVOLUTIONS) and layer.groups != 1:
             raise ValueError(f"layer '{name}' ({layer}) has groups={layer.groups}; only groups=1 is supported")
         if isinstance(layer, (nn.Linear, *_CONVOLUTIONS)):
@@ -189,7 +193,8 @@ class WeightFeatures:
 
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> WeightFeatures:
         """The networks `index` of the batch, as a batch: one index gives a batch of one network."""
-        if isinstance(index, int):
+        if hasattr(index, "__index__") and getattr(index, "ndim", 0) == 0:  # ints, NumPy's and 0-d tensors too
+            index = operator.index(index)
             if not -self.batch_size <= index < self.batch_size:
                 raise IndexError(f"network {index} of a batch of {self.batch_size}")
             index %= self.batch_size

@@ -165,3 +165,13 @@ def test_derivatives(backend, kind, check):
 
     inputs = (*features.tensors(), *layer.parameters())
     assert check(function, [x.detach().requires_grad_() for x in inputs])
+
+
+@pytest.mark.parametrize(
+    ("features_dtype", "layer_dtype"), [(torch.float64, torch.float32), (torch.float32, torch.float64)]
+)
+def test_autocast_does_not_mix_float64(features_dtype, layer_dtype):
+    space = WeightSpace((2, 4, 3))
+    layer = MagepInvariant(space, 2, 3, dtype=layer_dtype)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="layer's parameters are"):
+        layer(random_features(space, 2, 2, features_dtype))

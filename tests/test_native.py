@@ -466,3 +466,49 @@ def test_gradients_of_each_network_by_vmap():
             one = torch.autograd.grad(layer(features[k]).square().sum(), list(parameters.values()))
             for expected, found in zip(one, by_network.values(), strict=True):
                 torch.testing.assert_close(found[k], expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_transforms_agree_with_the_torch_backend(compiled):
+    space = WeightSpace((2, 5, 4, 3))
+    layer = MagepInvariant(space, 2, 3, dtype=torch.float64)
+    features = random_features(space, 2, 2)
+    first, step = features.weights[0], torch.randn_like(features.weights[0])
+
+    def function(w):
+        return layer(WeightFeatures([w, *features.weights[1:]], features.biases))
+
+    def transforms(w):
+        tangent = torch.func.jvp(function, (w,), (step,))[1]
+        gradient = torch.func.grad(lambda x: function(x).square().sum())(w)
+        return tangent, gradient, torch.func.vmap(function)(torch.stack([w, step]))
+
+    run = torch.compile(transforms, backend="eager") if compiled else transforms
+    with use_backend("torch"):
+        expected = transforms(first)
+    with use_backend("cpu"):
+        found = run(first)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_forward_mode_with_dual_tensors():
+    space = WeightSpace((2, 5, 4, 3))
+    features = random_features(space, 2, 2)
+    for layer in (MagepEquivariant(space, 2, 3, dtype=torch.float64), MagepInvariant(space, 2, 3, dtype=torch.float64)):
+        with use_backend("cpu"):
+            assert torch.autograd.gradcheck(
+                lambda w, b, layer=layer: tensors_of(
+                    layer(WeightFeatures([w, *features.weights[1:]], [b, *features.biases[1:]]))
+                ),
+                (features.weights[0].requires_grad_(), features.biases[0].requires_grad_()),
+                check_forward_ad=True,
+                check_batched_grad=False,
+            )
+
+
+@pytest.mark.parametrize("name", ["equivariant", "invariant"])
+def test_operators_refuse_no_channels(name):
+    weights, biases = [torch.zeros(1, 0, 3, 2), torch.zeros(1, 0, 2, 3)], [torch.zeros(1, 0, 3), torch.zeros(1, 0, 2)]
+    with pytest.raises(RuntimeError, match="at least one channel"):
+        getattr(torch.ops.magep_fast, name)(weights, biases, [torch.zeros(0)], torch.zeros(0), 1)

@@ -1,6 +1,7 @@
 from dataclasses import FrozenInstanceError
 from re import escape
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -289,3 +290,20 @@ def test_check_wants_as_many_biases_as_layers():
 @pytest.mark.parametrize("space", [SPACE, SPACE.any_hidden_width(), WeightSpace((2, None, 4, 3))])
 def test_check_accepts(space):
     random_features(SPACE).check(space, channels=2)
+
+
+def test_a_layer_used_twice_is_two_layers():
+    layer = nn.Linear(4, 4)
+    assert WeightSpace.of(nn.Sequential(layer, nn.ReLU(), layer)) == WeightSpace((4, 4, 4))
+
+
+def test_only_convolutions_are_flattened_into_taps():
+    with pytest.raises(ValueError, match="reads 16 features but the layer before it gives 8"):
+        WeightSpace.of(nn.Sequential(nn.Linear(4, 8), nn.Linear(16, 3)))
+
+
+@pytest.mark.parametrize("index", [1, -1, np.int64(1), torch.tensor(1)])
+def test_one_index_of_any_integer_type_is_a_batch_of_one(index):
+    features = WeightFeatures([torch.arange(2.0).view(2, 1, 1, 1)], [torch.zeros(2, 1, 1)])
+    assert features[index].batch_size == 1
+    assert features[index].weights[0].item() == 1

@@ -30,7 +30,8 @@ const KernelTable& choose() {
   };
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (want("avx512", has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl")))
     return avx512::table;
   if (want("avx2", has_avx2)) return avx2::table;

@@ -39,17 +39,21 @@ struct EquivariantCall {
   const T* weight_matrix(int64_t i) const { return matrices[2 * i - 2]; }
   const T* bias_matrix(int64_t i) const { return matrices[2 * i - 1]; }
 
-  // Networks in a group: as many as keep the intermediates within 16 MiB, eight at most.
+  // Networks in a group: as many as keep the intermediates within 8 MiB, eight at most.
   int64_t group_size() const {
     const int64_t bytes = x.at.size * static_cast<int64_t>(sizeof(T));
-    return std::max<int64_t>(1, std::min<int64_t>(8, (16 << 20) / bytes));
+    return std::max<int64_t>(1, std::min<int64_t>(8, (8 << 20) / bytes));
   }
 
   int64_t scratch_size() const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), n_L = s.n_L(), wide = widest(s) + 16, L = s.L(), group = group_size();
-    const int64_t rows = s.e * (n_0 + 1);
-    const int64_t hidden = (1 + group) * rows * s.d * s.columns(L) + group * s.d * s.columns(L) * wide + rows * wide;
+    int64_t hidden = 0;
+    for (int64_t i = 1; i < L; ++i) {
+      const int64_t rows = hidden_rows(i);
+      hidden = std::max(hidden,
+                        (1 + group) * rows * s.d * s.columns(i) + group * s.d * s.columns(i) * s.n[i] + rows * s.n[i]);
+    }
     int64_t middle = 0;
     for (int64_t i = 2; i < L; ++i) {
       const Tile tile(s, i, sizeof(T));
@@ -58,8 +62,9 @@ struct EquivariantCall {
       middle = std::max(middle, (4 * s.n[i] + s.n[i - 1]) * s.d + 5 * s.d * s.e + (3 * s.d + 2 * s.e) * ld +
                                     2 * kMaxRows * single_output_rows(i) * s.d + 256);
     }
-    const int64_t last = (1 + group) * s.e * n_L * s.d * (n_0 + 1) + group * (n_L + n_0 + 1) * s.d * wide +
-                         group * s.e * n_L * wide + L * n_L * s.d;
+    const int64_t rows = row_block_size(s.e * n_L, 3 * n_L * s.d, 1), m = s.n[L - 1];
+    const int64_t last =
+        (1 + group) * rows * s.d * (n_0 + 1) + group * (n_L + n_0 + 1) * s.d * m + group * rows * m + L * n_L * s.d;
     return std::max({hidden, middle, last, chain_scratch<S, T>(s)}) + 2048;
   }
 
@@ -111,7 +116,13 @@ struct EquivariantCall {
   // after the other: a multiple of `unit`, 64 at most because products with them transposed follow.
   static int64_t row_block_size(int64_t rows, int64_t columns, int64_t unit) {
     const int64_t fit = std::min<int64_t>(64, (128 << 10) / (columns * static_cast<int64_t>(sizeof(T))));
-    return std::min(rows, std::max<int64_t>(1, fit / unit) * unit);
+    return std::min(std::max(rows, unit), std::max<int64_t>(1, fit / unit) * unit);
+  }
+
+  // The most rows taken at once of the matrices that a hidden layer's outputs have, of its bias and its weights.
+  int64_t hidden_rows(int64_t i) const {
+    const int64_t columns = s().hidden_columns(i), n_0 = s().n_0();
+    return std::max(row_block_size(s().e, columns, 1), row_block_size(s().e * n_0, columns, n_0));
   }
 
   void hidden_forward(Group group, int64_t i, const T* saved, int64_t stride, S* const* W_out, S* const* b_out,
@@ -119,8 +130,9 @@ struct EquivariantCall {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), n = s.n[i], inner = s.columns(i) * s.d, K = s.hidden_columns(i);
     const Section& a = x.at.A[i];
-    T* product = scratch.take(s.e * (n_0 + 1) * n);
-    T* coefficient = scratch.take(s.e * (n_0 + 1) * inner);
+    const int64_t most = hidden_rows(i);
+    T* product = scratch.take(most * n);
+    T* coefficient = scratch.take(most * inner);
     const auto blocks = [&](const T* phi, int64_t all, int64_t unit, auto&& store) {
       const int64_t size = row_block_size(all, K, unit);
       for (int64_t row = 0; row < all; row += size) {
@@ -155,9 +167,10 @@ struct EquivariantCall {
     for (int64_t net = group.begin; net < group.end; ++net)
       transpose<T>(inner, n, saved + net * stride + a.offset, a.ld, transposed + (net - group.begin) * inner * n,
                    inner);
-    T* bar = scratch.take(s.e * (n_0 + 1) * n);
-    T* coefficient = scratch.take(s.e * (n_0 + 1) * inner);
-    T* coefficient_bar = scratch.take(group.size() * s.e * (n_0 + 1) * inner);
+    const int64_t most = hidden_rows(i);
+    T* bar = scratch.take(most * n);
+    T* coefficient = scratch.take(most * inner);
+    T* coefficient_bar = scratch.take(group.size() * most * inner);
     const auto blocks = [&](const T* phi, T* phi_bar, int64_t all, int64_t unit, auto&& load) {
       const int64_t size = row_block_size(all, K, unit);
       for (int64_t row = 0; row < all; row += size) {

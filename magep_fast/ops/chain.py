@@ -16,6 +16,7 @@ def chain(features: WeightFeatures, backend: str = "auto") -> tuple[list[Tensor]
     Returns:
         A_i = [W_i … W_1 | W_i … W_2 b_1 | … | W_i b_(i-1)] for i = 1 … L, `[B, d, n_i, n_0 + i − 1]`,
         S_t = W_L … W_(t+1) for t = 1 … L − 1, `[B, d, n_L, n_t]`; S_0 is the first n_0 columns of A_L.
+        A_1 and S_(L-1) may be the weights themselves, not copies.
     """
     space = features.space
     if set(space.taps) != {1}:

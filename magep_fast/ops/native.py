@@ -2,10 +2,10 @@
 
 The operators `magep_fast::chain`, `::equivariant`, `::invariant` and their backwards take and return lists of tensors.
 They have fake kernels (for torch.compile and torch.export) and autograd formulas. Layers call them through the autograd
-Functions below, which do the same with less overhead, and know vmap and forward mode as well.
+Functions below, which do the same with less overhead.
 
-What no kernel computes (second derivatives, forward mode, vmap over parameters) is done by the `torch` backend, the
-same function in torch ops.
+What no kernel computes is done by the `torch` backend, the same function in torch ops: second derivatives, forward
+mode, and every transform of torch.func.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from magep_fast import factored
 from magep_fast.spaces import WeightSpace
@@ -33,14 +34,25 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def has_kernel(table: Table) -> bool:
-    """Whether the fused kernels cover a table: all terms, one weight per connection, a hidden layer. Other tables run
-    in torch ops."""
-    taps = set(table.space.taps + table.out_taps)
-    return table.terms == GROUPS["all"] and taps == {1} and table.space.num_layers > 1
+    """Whether the fused kernels cover a table: all terms, one weight per connection, a hidden layer, and few enough
+    inputs. (Layer 1 is mixed by n_0 × n_0 matrices of each network, which does not pay beyond.) Other tables run in
+    torch ops."""
+    space, taps = table.space, set(table.space.taps + table.out_taps)
+    return table.terms == GROUPS["all"] and taps == {1} and space.num_layers > 1 and space.n_in <= MOST_INPUTS
+
+
+MOST_INPUTS = 64
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func or a forward-mode level is active, of which the operators know nothing."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def chain(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """As `factored.chain`."""
+    if _transformed():
+        return factored.chain(weights, biases)
     results = torch.ops.magep_fast.chain(list(weights), list(biases))
     return results[: len(weights)], results[len(weights) :]
 
@@ -49,7 +61,7 @@ def equivariant(
     table: Table, weights: Sequence[Tensor], biases: Sequence[Tensor], matrices: Sequence[Tensor], psi: Tensor | None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """As `factored.equivariant`."""
-    if psi is None or not has_kernel(table):
+    if psi is None or not has_kernel(table) or _transformed():
         return factored.equivariant(table, weights, biases, matrices, psi)
     L = len(weights)
     if torch.compiler.is_compiling():  # a graph holds operators
@@ -63,7 +75,7 @@ def invariant(
     table: Table, weights: Sequence[Tensor], biases: Sequence[Tensor], matrix: Tensor, psi: Tensor | None
 ) -> Tensor:
     """As `factored.invariant`."""
-    if psi is None or not has_kernel(table):
+    if psi is None or not has_kernel(table) or _transformed():
         return factored.invariant(table, weights, biases, matrix, psi)
     if torch.compiler.is_compiling():
         return torch.ops.magep_fast.invariant(list(weights), list(biases), [matrix], psi, table.out_channels)[0]
@@ -105,98 +117,46 @@ class _Operation(torch.autograd.Function):
     in_torch: Callable[..., tuple[Tensor, ...]]
 
     @classmethod
-    def run(cls, L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        operator = getattr(torch.ops.magep_fast, cls.name)
-        return tuple(operator(*_split(L, tensors), out_channels))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-        ctx.L, ctx.out_channels, *tensors = inputs
-        ctx.shapes = [y.shape for y in output[:-1]]
-        ctx.mark_non_differentiable(output[-1])
+    def run(cls, ctx: Any, L: int, out_channels: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        results = tuple(getattr(torch.ops.magep_fast, cls.name)(*_split(L, tensors), out_channels))
+        ctx.L, ctx.out_channels, ctx.shapes = L, out_channels, [y.shape for y in results[:-1]]
+        ctx.mark_non_differentiable(results[-1])
         ctx.set_materialize_grads(False)  # `saved` is large and would get a gradient of zeros
-        ctx.save_for_backward(*tensors, output[-1])
-        ctx.save_for_forward(*tensors, output[-1])
+        ctx.save_for_backward(*tensors, results[-1])
+        return results
 
     @classmethod
     def gradient(cls, ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
         *tensors, saved = ctx.saved_tensors
         known = [tensors[0].new_zeros(n) if g is None else g for n, g in zip(ctx.shapes, grads, strict=False)]
-        if torch.is_grad_enabled():  # a further derivative is wanted, or a transform of torch.func is under way
+        if torch.is_grad_enabled():  # a further derivative is wanted
             vjp = torch.func.vjp(lambda *x: cls.in_torch(ctx.L, ctx.out_channels, *x), *tensors)[1]
             return None, None, *vjp(tuple(known))
         return None, None, *_first_derivative(cls, ctx.L, ctx.out_channels, known, tensors, saved)
-
-    @classmethod
-    def forward_mode(cls, ctx: Any, tangents: Sequence[Tensor | None]) -> tuple:
-        tensors = ctx.saved_tensors[:-1]
-        moving = [k for k, tangent in enumerate(tangents) if tangent is not None]
-
-        def function(*varied: Tensor) -> tuple[Tensor, ...]:
-            inputs = list(tensors)
-            for k, value in zip(moving, varied, strict=True):
-                inputs[k] = value
-            return cls.in_torch(ctx.L, ctx.out_channels, *inputs)
-
-        primals, steps = tuple(tensors[k] for k in moving), tuple(tangents[k] for k in moving)
-        return *torch.func.jvp(function, primals, steps)[1], None
-
-    @classmethod
-    def batched(cls, info: Any, in_dims: tuple, L: int, out_channels: int, tensors: Sequence[Tensor]) -> tuple:
-        if any(dim is not None for dim in in_dims[2 + 2 * L :]):
-            # Parameters differ along the batch: no kernel for that.
-            function = torch.func.vmap(lambda *x: cls.in_torch(L, out_channels, *x), in_dims=in_dims[2:])
-            outputs = function(*tensors)
-        else:
-            # More networks are a larger batch.
-            networks = [
-                (x.movedim(dim, 0) if dim is not None else x.expand(info.batch_size, *x.shape)).flatten(0, 1)
-                for x, dim in zip(tensors[: 2 * L], in_dims[2:], strict=False)
-            ]
-            results = cls.apply(L, out_channels, *networks, *tensors[2 * L :])[:-1]
-            outputs = tuple(y.unflatten(0, (info.batch_size, -1)) for y in results)
-        saved = tensors[0].new_empty(info.batch_size, 0)
-        return (*outputs, saved), (0,) * (len(outputs) + 1)
 
 
 class _Equivariant(_Operation):
     name, in_torch = "equivariant", staticmethod(_torch_equivariant)
 
     @staticmethod
-    def forward(L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _Equivariant.run(L, out_channels, *tensors)
+    def forward(ctx: Any, L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return _Equivariant.run(ctx, L, out_channels, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         return _Equivariant.gradient(ctx, grads)
-
-    @staticmethod
-    def jvp(ctx: Any, L: None, out_channels: None, *tangents: Tensor | None) -> tuple:
-        return _Equivariant.forward_mode(ctx, tangents)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, L: int, out_channels: int, *tensors: Tensor) -> tuple:
-        return _Equivariant.batched(info, in_dims, L, out_channels, tensors)
 
 
 class _Invariant(_Operation):
     name, in_torch = "invariant", staticmethod(_torch_invariant)
 
     @staticmethod
-    def forward(L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _Invariant.run(L, out_channels, *tensors)
+    def forward(ctx: Any, L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return _Invariant.run(ctx, L, out_channels, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         return _Invariant.gradient(ctx, grads)
-
-    @staticmethod
-    def jvp(ctx: Any, L: None, out_channels: None, *tangents: Tensor | None) -> tuple:
-        return _Invariant.forward_mode(ctx, tangents)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, L: int, out_channels: int, *tensors: Tensor) -> tuple:
-        return _Invariant.batched(info, in_dims, L, out_channels, tensors)
 
 
 def _first_derivative(
