@@ -9,14 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.floor import Machine, equivariant_flops, floor_seconds, invariant_flops
 from benchmarks.measure import count_ops, peak_memory, set_threads, time_interleaved
-from benchmarks.report import append_rows
+from benchmarks.report import append_rows, wide_console
 from magep_fast import MagepEquivariant, MagepInvariant, WeightFeatures, WeightSpace, available_backends, use_backend
 
 COMPILED = "torch.compile(reference)"
@@ -138,7 +137,7 @@ def measure(
 
 
 def run(arguments: argparse.Namespace) -> None:
-    console = Console()
+    console = wide_console()
     threads = set_threads(arguments.threads)
     implementations = ["reference", *(name for name in available_backends() if name != "reference")]
     if arguments.compile:

@@ -8,8 +8,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 import magep_fast
+
+
+def wide_console() -> Console:
+    """A console whose tables keep their columns when the output goes to a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=170)
 
 
 def environment() -> dict[str, str]:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.layers import LAYERS, Shape, Subject, disagreement
 from benchmarks.measure import set_threads, time_interleaved
-from benchmarks.report import append_rows
+from benchmarks.report import append_rows, wide_console
 from magep_fast import WeightSpace, available_backends
 
 
@@ -105,7 +104,7 @@ def plot(rows: list[dict[str, object]], path: Path) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    console = Console()
+    console = wide_console()
     threads = set_threads(arguments.threads)
     backends = [name for name in available_backends() if name != "reference"]
     rows: list[dict[str, object]] = []

@@ -13,11 +13,11 @@ def library_at(monkeypatch):
 
     def move(path):
         monkeypatch.setattr(library, "_OPS", path)
-        library.load_library.cache_clear()
+        library.load_library()
 
     yield move
     monkeypatch.undo()
-    library.load_library.cache_clear()
+    library.load_library()
 
 
 def assert_falls_back():

@@ -12,25 +12,30 @@ import torch
 _OPS = Path(__file__).resolve().parent.parent / "libmagep_fast_ops.so"
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def missing_library() -> str | None:
-    """None if the torch operators are there, or why they are not."""
-    return load_library()
+    """None if the torch operators are there, or why they are not. Found out once, at import, so that torch.compile sees
+    a constant."""
+    return _missing
 
 
-@cache
-def load_library() -> str | None:
-    """Loads the torch operators; None, or why that failed."""
+def load_library() -> None:
+    """Loads the torch operators, or notes why that failed."""
+    global _missing
+    _missing = None
     if not _OPS.exists():
-        return (
+        _missing = (
             "this installation has no native library: it was built without a C++ compiler or with "
             "MAGEP_FAST_NO_NATIVE=1; run pip install again with a compiler"
         )
+        return
     try:
         torch.ops.load_library(_OPS)
     except OSError as error:
-        return f"{_OPS.name} does not load with torch {torch.__version__}: {error}"
-    return None
+        _missing = f"{_OPS.name} does not load with torch {torch.__version__}: {error}"
+
+
+_missing: str | None
+load_library()
 
 
 @cache
