@@ -21,6 +21,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from magep_fast.activations import activate
 from magep_fast.terms import LINEAR, Output, Table
 
 
@@ -157,9 +158,14 @@ def mix(output: Output, matrix: Tensor, parts: Sequence[Tensor]) -> Tensor:
 
 
 def equivariant(
-    table: Table, weights: Sequence[Tensor], biases: Sequence[Tensor], matrices: Sequence[Tensor], psi: Tensor | None
+    table: Table,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    matrices: Sequence[Tensor],
+    psi: Tensor | None,
+    activation: str | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """E(U): weights `[B, e·taps_i, n_i, n_(i-1)]` and biases `[B, e, n_i]`."""
+    """f(E(U)), f the activation: weights `[B, e·taps_i, n_i, n_(i-1)]` and biases `[B, e, n_i]`."""
     factors = Factors(table, weights, biases, psi)
     factors.meet_suffixes()
     L, e = len(weights), table.out_channels
@@ -194,7 +200,7 @@ def equivariant(
 
         new_weights.append(weight)
         new_biases.append(bias)
-    return new_weights, new_biases
+    return activate(new_weights, activation), activate(new_biases, activation)
 
 
 def invariant(

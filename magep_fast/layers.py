@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from magep_fast import ops
+from magep_fast.activations import FUNCTIONS
 from magep_fast.ops.autocast import autocast_dtype
 from magep_fast.ops.backends import check_backend
 from magep_fast.spaces import WeightFeatures, WeightSpace
@@ -95,6 +96,8 @@ class MagepEquivariant(_PolynomialLayer):
         in_channels, out_channels: d and e.
         terms: "all", "linear" (Monomial-NFN), "inter-layer", or any set of term names, such as `{"W", "b", "WW"}`. An
             output that has none of the chosen terms is zero.
+        activation: applied to the layer's outputs and fused into its kernels: "relu" for features scaled by positive
+            numbers, "tanh" or "sin" for features whose signs flip. For any other function follow with `Activation`.
         learn_psi: whether the connections Ψ, ψ inside [WW] and [bW] are trained.
         init: "unit" keeps features at the scale of freshly initialised networks (weights of variance 1/n_(i-1), biases
             of variance 1) for any depth; "xavier_normal" is the authors' choice.
@@ -111,6 +114,7 @@ class MagepEquivariant(_PolynomialLayer):
         out_channels: int,
         *,
         terms: str | Iterable[str] = "all",
+        activation: str | None = None,
         learn_psi: bool = True,
         init: str = "unit",
         backend: str = "auto",
@@ -120,6 +124,7 @@ class MagepEquivariant(_PolynomialLayer):
         _check_channels(in_channels=in_channels, out_channels=out_channels)
         table = equivariant_table(space, (1,) * space.num_layers, in_channels, out_channels, select_terms(terms))
         super().__init__(table, learn_psi, init, backend, device, dtype)
+        self.activation = _check_fused(activation)
 
     def coefficient(self, term: str, layer: int, output: Literal["weight", "bias"] = "weight") -> Tensor:
         """The paper's coefficient of a term in the weights or the bias of a layer, 1 … L: a view `[e, d, …]`.
@@ -131,7 +136,10 @@ class MagepEquivariant(_PolynomialLayer):
 
     def forward(self, features: WeightFeatures) -> WeightFeatures:
         self._check(features)
-        return ops.equivariant(self.table, features, self._matrices(), self.psi, self.backend)
+        return ops.equivariant(self.table, features, self._matrices(), self.psi, self.activation, self.backend)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.activation is None else f", activation={self.activation!r}")
 
 
 class MonomialEquivariant(MagepEquivariant):
@@ -141,6 +149,7 @@ class MonomialEquivariant(MagepEquivariant):
     Args:
         space: of the features that come in.
         in_channels, out_channels: of the biases; weights have channels·taps.
+        activation: as for `MagepEquivariant`.
         out_taps: weights per connection going out, default 1: from convolution kernels to a space where products of
             layers are defined. `MonomialEquivariant(space.with_taps(1), d, 1, out_taps=space.taps)` leads back.
     """
@@ -152,6 +161,7 @@ class MonomialEquivariant(MagepEquivariant):
         out_channels: int,
         *,
         out_taps: int | Iterable[int] = 1,
+        activation: str | None = None,
         init: str = "unit",
         backend: str = "auto",
         device: torch.device | str | None = None,
@@ -161,6 +171,7 @@ class MonomialEquivariant(MagepEquivariant):
         taps = space.with_taps(out_taps).taps
         table = equivariant_table(space, taps, in_channels, out_channels, select_terms("linear"))
         _PolynomialLayer.__init__(self, table, False, init, backend, device, dtype)
+        self.activation = _check_fused(activation)
 
 
 class MagepInvariant(_PolynomialLayer):
@@ -258,6 +269,15 @@ def _name(function: Callable[[Tensor], Tensor]) -> str:
     if isinstance(function, nn.Module):
         return str(function)
     return getattr(function, "__name__", repr(function))
+
+
+def _check_fused(activation: str | None) -> str | None:
+    if activation is not None and activation not in FUNCTIONS:
+        raise ValueError(
+            f"activation must be None or one of {tuple(FUNCTIONS)}; found {activation!r}. "
+            "For any other function let Activation(function, kind) follow the layer"
+        )
+    return activation
 
 
 def _check_channels(**counts: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, einsum
 
+from magep_fast.activations import activate
 from magep_fast.terms import Output, Table
 
 
@@ -82,9 +83,14 @@ def chain(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[list[Ten
 
 
 def equivariant(
-    table: Table, weights: Sequence[Tensor], biases: Sequence[Tensor], matrices: Sequence[Tensor], psi: Tensor | None
+    table: Table,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    matrices: Sequence[Tensor],
+    psi: Tensor | None,
+    activation: str | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """E(U): weights `[B, e·taps_i, n_i, n_(i-1)]` and biases `[B, e, n_i]`."""
+    """f(E(U)), f the activation: weights `[B, e·taps_i, n_i, n_(i-1)]` and biases `[B, e, n_i]`."""
     terms = StableTerms(weights, biases, {} if psi is None else table.connections(psi))
     e = table.out_channels
     new_weights, new_biases = [], []
@@ -93,7 +99,7 @@ def equivariant(
         channels = e * table.out_taps[i]
         new_weights.append(terms.combine(weight, matrices[2 * i], (b.shape[0], channels, *w.shape[2:])))
         new_biases.append(terms.combine(bias, matrices[2 * i + 1], (b.shape[0], e, b.shape[2])))
-    return new_weights, new_biases
+    return activate(new_weights, activation), activate(new_biases, activation)
 
 
 def invariant(

@@ -20,6 +20,7 @@ from magep_fast import (
     WeightSpace,
     check_activation,
 )
+from magep_fast.activations import FUNCTIONS
 from tests.helpers import BACKENDS, assert_same, cases, gradients, random_features, tensors_of
 
 SPACE = WeightSpace((2, 5, 4, 3))
@@ -455,3 +456,28 @@ def test_layers_are_readable(module, text):
 def test_layers_can_be_made_on_another_device_and_dtype(kind):
     layer = kind(SPACE, 2, 3, device="meta", dtype=torch.bfloat16)
     assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [MagepEquivariant, MonomialEquivariant])
+@pytest.mark.parametrize("activation", list(FUNCTIONS))
+def test_fused_activation_is_the_activation_after_the_layer(kind, activation, backend):
+    torch.manual_seed(0)
+    space = WeightSpace((2, 5, 4, 3))
+    features = random_features(space, 3)
+    layer = kind(space, 3, 4, backend=backend, dtype=torch.float64)
+    fused = kind(space, 3, 4, backend=backend, dtype=torch.float64, activation=activation)
+    fused.load_state_dict(layer.state_dict())
+    expected, expected_gradients = gradients(
+        nn.Sequential(layer, Activation(FUNCTIONS[activation], "permutation")), features
+    )
+    found, found_gradients = gradients(fused, features)
+    assert_same(found, expected, 1e-12)
+    for x, y in zip(found_gradients, expected_gradients, strict=True):
+        assert_same(x, y, 1e-12)
+    assert f"activation='{activation}'" in repr(fused)
+
+
+def test_unknown_activation_is_an_error():
+    with pytest.raises(ValueError, match=r"activation must be None or one of .'relu', 'tanh', 'sin'.; found 'gelu'"):
+        MagepEquivariant(WeightSpace((2, 5, 3)), 1, 1, activation="gelu")

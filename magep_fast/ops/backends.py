@@ -24,7 +24,7 @@ class Backend:
 
     Args:
         chain: `(weights, biases) -> (prefixes, suffixes)`.
-        equivariant: `(table, weights, biases, matrices, psi) -> (weights, biases)`.
+        equivariant: `(table, weights, biases, matrices, psi, activation) -> (weights, biases)`.
         invariant: `(table, weights, biases, matrix, psi) -> [B, out_features]`.
         missing: why the backend cannot run on this machine at all, or None.
         unsupported: why it cannot take tensors of this device and dtype, or None.

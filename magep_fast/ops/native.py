@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from magep_fast import factored
+from magep_fast.activations import activate
 from magep_fast.spaces import WeightSpace
 from magep_fast.terms import GROUPS, Table, equivariant_table, invariant_table
 
@@ -58,17 +59,22 @@ def chain(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[list[Ten
 
 
 def equivariant(
-    table: Table, weights: Sequence[Tensor], biases: Sequence[Tensor], matrices: Sequence[Tensor], psi: Tensor | None
+    table: Table,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    matrices: Sequence[Tensor],
+    psi: Tensor | None,
+    activation: str | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """As `factored.equivariant`."""
     if psi is None or not has_kernel(table) or _transformed():
-        return factored.equivariant(table, weights, biases, matrices, psi)
+        return factored.equivariant(table, weights, biases, matrices, psi, activation)
     L = len(weights)
     if torch.compiler.is_compiling():  # a graph holds operators
         results = torch.ops.magep_fast.equivariant(list(weights), list(biases), list(matrices), psi, table.out_channels)
     else:
         results = _Equivariant.apply(L, table.out_channels, *weights, *biases, *matrices, psi)
-    return list(results[:L]), list(results[L : 2 * L])
+    return activate(results[:L], activation), activate(results[L : 2 * L], activation)
 
 
 def invariant(
