@@ -62,6 +62,7 @@ struct EquivariantCall {
       middle = std::max(middle, (4 * s.n[i] + s.n[i - 1]) * s.d + 5 * s.d * s.e + (3 * s.d + 2 * s.e) * ld +
                                     2 * kMaxRows * single_output_rows(i) * s.d + 256);
     }
+    middle += (2 * s.d + 1) * s.rank() * wide + n_0 * n_L + 64;  // the left factor P Psi and its gradient
     const int64_t rows = row_block_size(s.e * n_L, 3 * n_L * s.d, 1), m = s.n[L - 1];
     const int64_t last =
         (1 + group) * rows * s.d * (n_0 + 1) + group * (n_L + n_0 + 1) * s.d * m + group * rows * m + L * n_L * s.d;
@@ -199,8 +200,45 @@ struct EquivariantCall {
 
   // --- middle layers: E(W)_i = Phi [W_i; WW; bW], the tiles of WW and bW made on the spot ---
 
-  // Left and right factor of [WW]: P and Psi S, or P Psi and S.
-  const Section& left_factor(int64_t i) const { return s().through_output() ? x.at.U[i] : x.at.A[i]; }
+  // [rank][d][n_i], the left factor of [WW], transposed: P, which the chain keeps, or P Psi, made here.
+  struct Left {
+    const T* data;
+    int64_t row_stride, channel_stride;
+  };
+  Left left_factor(int64_t i, const T* saved, Scratch<T>& scratch) const {
+    const Shape& s = x.s;
+    const Section& a = x.at.A[i];
+    if (!s.through_output()) return {saved + a.offset, a.row_stride, a.channel_stride};
+    const int64_t n = s.n[i], pair = s.pair_to_neighbour(i);
+    T* U = scratch.take(s.n_L() * s.d * n);
+    for (int64_t channel = 0; channel < s.d; ++channel)
+      gemm<T>(s.n_L(), n, s.n_0(), x.psi_pq(pair, channel), saved + a.offset + channel * a.channel_stride, a.row_stride,
+              U + channel * n, s.d * n, false);
+    return {U, s.d * n, n};
+  }
+
+  // From the gradient of the left factor in one channel, [j][rank]: P_bar += U_bar Psi^T, Psi_bar += P^T U_bar, or
+  // P_bar += U_bar where the left factor is P.
+  void left_factor_backward(int64_t i, int64_t channel, const T* left_bar, const T* saved, T* grad, T* psi_bar,
+                            Scratch<T> scratch) const {
+    const Shape& s = x.s;
+    const Section& a = x.at.A[i];
+    const int64_t n = s.n[i], n_0 = s.n_0(), n_L = s.n_L(), rank = s.rank(), pair = s.pair_to_neighbour(i);
+    T* P_bar = grad + a.offset + channel * a.channel_stride;
+    T* transposed = scratch.take(rank * n);
+    transpose<T>(n, rank, left_bar, rank, transposed, n);
+    if (!s.through_output()) {
+      for (int64_t q = 0; q < rank; ++q) add(n, transposed + q * n, P_bar + q * a.row_stride);
+      return;
+    }
+    T* product = scratch.take(n_0 * n_L);
+    gemm<T>(n_0, n, n_L, x.psi_qp(pair, channel), transposed, n, P_bar, a.row_stride, true);
+    gemm<T>(n_0, n_L, n, {saved + a.offset + channel * a.channel_stride, a.row_stride, 1}, left_bar, n_L, product, n_L,
+            false);
+    T* pair_bar = psi_bar + pair * (n_0 + 1) * n_L * s.d + channel;
+    for (int64_t k = 0; k < n_0 * n_L; ++k) pair_bar[k * s.d] += product[k];
+  }
+
   const Section& right_factor(int64_t i) const { return s().through_output() ? x.at.S[i - 1] : x.at.R[i]; }
 
   template <typename Body>
@@ -225,16 +263,15 @@ struct EquivariantCall {
     }
   }
 
-  void make_tile(int64_t net, int64_t i, int64_t j, int64_t k, int64_t rows, int64_t columns, const T* saved, T* tile,
-                 int64_t ld) const {
+  void make_tile(int64_t net, int64_t i, int64_t j, int64_t k, int64_t rows, int64_t columns, const T* saved,
+                 const Left& left, T* tile, int64_t ld) const {
     const Shape& s = x.s;
-    const Section &left = left_factor(i), &right = right_factor(i), &a = x.at.A[i], &r = x.at.R[i];
+    const Section &right = right_factor(i), &a = x.at.A[i], &r = x.at.R[i];
     load_tile(x.weight(i, net, 0), s.d, i, j, k, rows, columns, tile, ld);
     const T* b = saved + a.offset + (s.columns(i) - 1) * a.row_stride;
     const T* g = saved + r.offset + (r.rows - 1) * r.row_stride;
     for (int64_t channel = 0; channel < s.d; ++channel) {
-      const T* l = saved + left.offset + channel * left.channel_stride + j;
-      gemm<T>(rows, columns, s.rank(), {l, 1, left.row_stride},
+      gemm<T>(rows, columns, s.rank(), {left.data + channel * left.channel_stride + j, 1, left.row_stride},
               saved + right.offset + channel * right.channel_stride + k, right.row_stride, tile + (s.d + channel) * ld,
               columns, false);
       T* bW = tile + (2 * s.d + channel) * ld;
@@ -279,8 +316,9 @@ struct EquivariantCall {
     T* data = scratch.take(3 * s.d * ld);
     T* space = scratch.take(s.e * ld);
     const auto out = W_out + net * s.e * s.n[i] * s.n[i - 1];
+    const Left left = left_factor(i, saved, scratch);
     for_tiles(i, tile, [&](int64_t j, int64_t k, int64_t rows, int64_t columns) {
-      make_tile(net, i, j, k, rows, columns, saved, data, ld);
+      make_tile(net, i, j, k, rows, columns, saved, left, data, ld);
       multiply_to(s.e, 3 * s.d, {weight_matrix(i), 3 * s.d, 1}, data, ld, out, i, j, k, rows, columns, space);
     });
   }
@@ -292,7 +330,8 @@ struct EquivariantCall {
     if (s.n_L() == 1) return single_output_backward(net, i, out_bar, saved, grad, W_bar, matrix_bar, psi_bar, scratch);
     const Tile tile(s, i, sizeof(T));
     const int64_t ld = tile.ld(), n = s.n[i], m = s.n[i - 1], d = s.d, rank = s.rank();
-    const Section &left = left_factor(i), &right = right_factor(i), &a = x.at.A[i], &r = x.at.R[i];
+    const Section &right = right_factor(i), &a = x.at.A[i], &r = x.at.R[i];
+    const Left left = left_factor(i, saved, scratch);
     T* data = scratch.take(3 * d * ld);
     T* data_bar = scratch.take(2 * d * ld);
     T* bar = scratch.take(s.e * ld);
@@ -312,14 +351,14 @@ struct EquivariantCall {
       const int64_t size = rows * columns;
       load_tile(out_bar + net * s.e * n * m, s.e, i, j, k, rows, columns, bar, ld);
       transpose<T>(s.e, size, bar, ld, bar_transposed, s.e);
-      make_tile(net, i, j, k, rows, columns, saved, data, ld);
+      make_tile(net, i, j, k, rows, columns, saved, left, data, ld);
       gemm<T>(3 * d, s.e, size, {data, ld, 1}, bar_transposed, s.e, matrix_bar, s.e, true);
       multiply_to(d, s.e, {phi_transposed, s.e, 1}, bar, ld, W_bar_net, i, j, k, rows, columns, space);
       gemm<T>(2 * d, size, s.e, {phi_transposed + d * s.e, s.e, 1}, bar, ld, data_bar, ld, false);
       for (int64_t channel = 0; channel < d; ++channel) {
         const T* WW_bar = data_bar + channel * ld;
-        gemm<T>(rank, columns, rows, {saved + left.offset + channel * left.channel_stride + j, left.row_stride, 1},
-                WW_bar, columns, grad + right.offset + channel * right.channel_stride + k, right.row_stride, true);
+        gemm<T>(rank, columns, rows, {left.data + channel * left.channel_stride + j, left.row_stride, 1}, WW_bar,
+                columns, grad + right.offset + channel * right.channel_stride + k, right.row_stride, true);
         gemm<T>(rows, rank, columns, {WW_bar, columns, 1}, right_transposed + (channel * m + k) * rank, rank,
                 left_bar + (channel * n + j) * rank, rank, true);
         const T* bW_bar = data_bar + (d + channel) * ld;
@@ -332,21 +371,18 @@ struct EquivariantCall {
       }
     });
     for (int64_t channel = 0; channel < d; ++channel)
-      for (int64_t q = 0; q < rank; ++q) {
-        T* to = grad + left.offset + channel * left.channel_stride + q * left.row_stride;
-        for (int64_t j = 0; j < n; ++j) to[j] += left_bar[(channel * n + j) * rank + q];
-      }
+      left_factor_backward(i, channel, left_bar + channel * n * rank, saved, grad, psi_bar, scratch);
   }
 
   // --- middle layers of networks with one output: [WW] and [bW] have the same right factor, the row S, so that
   //     E(W)_i[:, j, :] = Phi_1 W[:, j, :] + (Phi_2 u_j + Phi_3 v_j) S,  u = P Psi, v = b psi, one number a channel ---
 
   // u and v with channels innermost, [j][d].
-  void left_factors(int64_t i, const T* saved, T* u, T* v) const {
+  void left_factors(int64_t i, const T* saved, T* u, T* v, Scratch<T> scratch) const {
     const Shape& s = x.s;
-    const Section &left = x.at.U[i], &a = x.at.A[i];
+    const Section& a = x.at.A[i];
     const T* psi = x.connection(s.pair_to_neighbour(i)) + s.n_0() * s.d;
-    transpose<T>(s.d, s.n[i], saved + left.offset, left.ld, u, s.d);
+    transpose<T>(s.d, s.n[i], left_factor(i, saved, scratch).data, s.n[i], u, s.d);
     transpose<T>(s.d, s.n[i], saved + a.offset + (s.columns(i) - 1) * a.row_stride, a.ld, v, s.d);
     for (int64_t j = 0; j < s.n[i]; ++j)
       for_lanes<T>(s.d, [&](int64_t k, auto count) {
@@ -369,7 +405,7 @@ struct EquivariantCall {
     T* mixed = scratch.take(s.e * d);
     T* data = scratch.take(d * ld);
     T* product = scratch.take(s.e * ld);
-    left_factors(i, saved, u, v);
+    left_factors(i, saved, u, v, scratch);
     for (int64_t first = 0; first < n; first += step) {
       const int64_t rows = std::min(step, n - first);
       load_tile(x.weight(i, net, 0), d, i, first, 0, rows, m, data, ld);
@@ -432,7 +468,7 @@ struct EquivariantCall {
     using Vec = typename Simd<T>::Vec;
     const Shape& s = x.s;
     const int64_t d = s.d, n = s.n[i], m = s.n[i - 1], E = s.e, step = single_output_rows(i), ld = step * m + 16;
-    const Section &S_t = x.at.S[i - 1], &left = x.at.U[i], &a = x.at.A[i];
+    const Section &S_t = x.at.S[i - 1], &a = x.at.A[i];
     const T* phi = weight_matrix(i);
     T* u = scratch.take(n * d);
     T* v = scratch.take(n * d);
@@ -448,7 +484,7 @@ struct EquivariantCall {
     T* bar = scratch.take(E * ld);
     T* space = scratch.take(d * ld);
     const Destination<S, T> W_bar_net{W_bar + net * d * n * m, nullptr, Activation::none};
-    left_factors(i, saved, u, v);
+    left_factors(i, saved, u, v, scratch);
     std::fill(u_bar, u_bar + n * d, T(0));
     std::fill(v_bar, v_bar + n * d, T(0));
     transpose<T>(E, 3 * d, phi, 3 * d, phi_transposed, E);
@@ -477,16 +513,19 @@ struct EquivariantCall {
                        matrix_bar + e * 3 * d, u + first * d, v + first * d, u_bar + first * d, v_bar + first * d,
                        mixed_bar);
     }
-    // u is U; v = b psi.
+    // u is P Psi; v = b psi.
     const int64_t pair = s.pair_to_neighbour(i), b_row = a.offset + (s.columns(i) - 1) * a.row_stride;
     const T* psi = x.connection(pair) + s.n_0() * d;
     T* last_bar = psi_bar + (pair * (s.n_0() + 1) + s.n_0()) * d;
-    for (int64_t channel = 0; channel < d; ++channel)
+    T* U_bar = scratch.take(n * d);
+    transpose<T>(n, d, u_bar, d, U_bar, n);
+    for (int64_t channel = 0; channel < d; ++channel) {
+      left_factor_backward(i, channel, U_bar + channel * n, saved, grad, psi_bar, scratch);
       for (int64_t j = 0; j < n; ++j) {
-        grad[left.offset + channel * left.ld + j] += u_bar[j * d + channel];
         grad[b_row + channel * a.ld + j] += v_bar[j * d + channel] * psi[channel];
         last_bar[channel] += v_bar[j * d + channel] * saved[b_row + channel * a.ld + j];
       }
+    }
   }
 
   // --- the last layer: E(W)_L = Phi_1 W_L + Y [Psi; psi] W_L with Y = [Phi_2 P_L | Phi_3 b_L], from the small side ---

@@ -55,13 +55,12 @@ enum class Operation { chain, equivariant, invariant };
 //   PL     P_L = S_0                            [p][q][d]
 //   G0[i]  [Psi; psi]_(i,0) S_0                 [q'][q][d]        q' = 0 ... n_0
 //   R[i]   right factor of [WW] and [bW], i > 1: [q][d][n_(i-1)]  n_0 rows of Psi S (or none, through_output) and psi S
-//   U[i]   left factor P Psi of a middle layer:  [p][d][n_i]      only through_output
 struct Layout {
-  std::vector<Section> A, S, R, U;
+  std::vector<Section> A, S, R;
   std::vector<int64_t> G0;
   int64_t PL = 0, size = 0;
 
-  Layout(const Shape& s, Operation operation) : A(s.L() + 1), S(s.L() + 1), R(s.L() + 1), U(s.L() + 1), G0(s.L() + 1) {
+  Layout(const Shape& s, Operation operation) : A(s.L() + 1), S(s.L() + 1), R(s.L() + 1), G0(s.L() + 1) {
     const int64_t L = s.L();
     for (int64_t i = 1; i <= L; ++i) A[i] = section(s.columns(i), s.d, s.n[i]);
     PL = reserve(s.n_L() * s.n_0() * s.d);
@@ -72,9 +71,7 @@ struct Layout {
     if (operation == Operation::invariant) return;
     for (int64_t i = 1; i < L; ++i) G0[i] = reserve((s.n_0() + 1) * s.n_0() * s.d);
     for (int64_t i = 2; i <= L; ++i) {
-      const bool factored_left = s.through_output() && i < L;
-      R[i] = section(factored_left ? 1 : s.n_0() + 1, s.d, s.n[i - 1]);
-      if (factored_left) U[i] = section(s.n_L(), s.d, s.n[i]);
+      R[i] = section(s.through_output() && i < L ? 1 : s.n_0() + 1, s.d, s.n[i - 1]);
     }
   }
 

@@ -480,8 +480,6 @@ def _saved_size(widths: Sequence[int], d: int, is_equivariant: bool) -> int:
         for i in range(2, L + 1):
             through_output = (n_L < n_0 or n_L == 1) and i < L
             rows.append((1 if through_output else n_0 + 1, widths[i - 1]))
-            if through_output:
-                rows.append((n_L, widths[i]))
     sizes += [r * d * n for r, n in rows]
     features = d * (3 * n_L * n_0 + (L - 1) * n_L + n_L + 2 * (L - 1)) + 1
     return sum(sizes) + features
