@@ -41,7 +41,7 @@ struct EquivariantCall {
 
   // Networks in a group: as many as keep the intermediates within 8 MiB, eight at most.
   int64_t group_size() const {
-    const int64_t bytes = x.at.size * static_cast<int64_t>(sizeof(T));
+    const int64_t bytes = x.at.grad_size * static_cast<int64_t>(sizeof(T));
     return std::max<int64_t>(1, std::min<int64_t>(8, (8 << 20) / bytes));
   }
 
@@ -54,6 +54,7 @@ struct EquivariantCall {
       hidden = std::max(
           hidden, (1 + group) * rows * s.d * s.columns(i) + group * s.d * s.columns(i) * s.n[i] + 2 * rows * s.n[i]);
     }
+    hidden += group * s.connected_size();
     int64_t middle = 0;
     for (int64_t i = 2; i < L; ++i) {
       const Tile tile(s, i, sizeof(T));
@@ -72,10 +73,9 @@ struct EquivariantCall {
   // --- hidden layers: the bias, and for i = 1 the weights, are one product with [A_i | b_i] ---
 
   // coefficient[r][c, d]: Phi_W + Phi_WW G^T, Phi_Wb, Phi_b + Phi_bW g.
-  void coefficients(int64_t i, int64_t rows, const T* phi, const T* saved, T* out) const {
+  void coefficients(int64_t i, int64_t rows, const T* phi, const T* G, T* out) const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), d = s.d, K = s.hidden_columns(i), c = s.columns(i);
-    const T* G = saved + x.at.G0[i];
     for (int64_t r = 0; r < rows; ++r) {
       std::memcpy(out + r * c * d, phi + r * K, n_0 * d * sizeof(T));
       std::memcpy(out + (r * c + n_0) * d, phi + r * K + 3 * n_0 * d, i * d * sizeof(T));
@@ -86,18 +86,17 @@ struct EquivariantCall {
   }
 
   // Gradients of some rows of coefficients, [net][r][c, d], of all networks of a group, to those of the matrix.
-  void coefficients_backward(Group group, int64_t i, int64_t rows, const T* bar, int64_t bar_stride, const T* saved,
-                             int64_t stride, T* phi_bar) const {
+  void coefficients_backward(Group group, int64_t i, int64_t rows, const T* bar, int64_t bar_stride, const T* G,
+                             T* phi_bar) const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), d = s.d, K = s.hidden_columns(i), c = s.columns(i);
-    const T* G = saved + group.begin * stride + x.at.G0[i];
     for (int64_t net = 0; net < group.size(); ++net)
       for (int64_t r = 0; r < rows; ++r) {
         const T* from = bar + net * bar_stride + r * c * d;
         add(n_0 * d, from, phi_bar + r * K);
         add(i * d, from + n_0 * d, phi_bar + r * K + 3 * n_0 * d);
       }
-    const Networks networks{group.size(), bar_stride, stride};
+    const Networks networks{group.size(), bar_stride, s.connected_size()};
     lane_gemm<T>(d, rows, n_0, n_0, {bar, c, 1}, {G, n_0, 1}, {phi_bar + n_0 * d, K / d, 1}, true, networks);
     lane_gemm<T>(d, rows, n_0, 1, {bar + (c - 1) * d, c, 1}, {G + n_0 * n_0 * d, 1, 1},
                  {phi_bar + 2 * n_0 * d, K / d, 1}, true, networks);
@@ -126,6 +125,15 @@ struct EquivariantCall {
     return std::max(row_block_size(s().e, columns, 1), row_block_size(s().e * n_0, columns, n_0));
   }
 
+  // G0_i of the networks of a group.
+  T* connected(Group group, int64_t i, const T* saved, int64_t stride, Scratch<T>& scratch) const {
+    const int64_t size = s().connected_size();
+    T* G = scratch.take(group.size() * size);
+    for (int64_t net = group.begin; net < group.end; ++net)
+      connect(x, i, saved + net * stride, G + (net - group.begin) * size);
+    return G;
+  }
+
   void hidden_forward(Group group, int64_t i, const T* saved, int64_t stride, const LayerOutputs<S, T>& out,
                       Scratch<T> scratch) const {
     const Shape& s = x.s;
@@ -135,13 +143,14 @@ struct EquivariantCall {
     T* product = scratch.take(most * n);
     T* transposed = scratch.take(most * n);
     T* coefficient = scratch.take(most * inner);
+    const T* G = connected(group, i, saved, stride, scratch);
     const auto blocks = [&](const T* phi, int64_t all, int64_t unit, auto&& store) {
       const int64_t size = row_block_size(all, K, unit);
       for (int64_t row = 0; row < all; row += size) {
         const int64_t rows = std::min(size, all - row);
         for (int64_t net = group.begin; net < group.end; ++net) {
           const T* own = saved + net * stride;
-          coefficients(i, rows, phi + row * K, own, coefficient);
+          coefficients(i, rows, phi + row * K, G + (net - group.begin) * s.connected_size(), coefficient);
           gemm<T>(rows, n, inner, {coefficient, inner, 1}, own + a.offset, a.ld, product, n, false);
           store(net, row, rows);
         }
@@ -157,7 +166,7 @@ struct EquivariantCall {
     });
   }
 
-  // grads: [networks of the group][layout.size].
+  // grads: [networks of the group][layout.grad_size].
   void hidden_backward(Group group, int64_t i, const LayerGradients<S, T>& out_bar, const T* saved, int64_t stride,
                        T* grads, T* weight_matrix_bar, T* bias_matrix_bar, Scratch<T> scratch) const {
     const Shape& s = x.s;
@@ -172,20 +181,21 @@ struct EquivariantCall {
     T* loaded = scratch.take(most * n);
     T* coefficient = scratch.take(most * inner);
     T* coefficient_bar = scratch.take(group.size() * most * inner);
+    const T* G = connected(group, i, saved, stride, scratch);
     const auto blocks = [&](const T* phi, T* phi_bar, int64_t all, int64_t unit, auto&& load) {
       const int64_t size = row_block_size(all, K, unit);
       for (int64_t row = 0; row < all; row += size) {
         const int64_t rows = std::min(size, all - row);
         for (int64_t net = group.begin; net < group.end; ++net) {
           const int64_t g = net - group.begin;
-          T *grad = grads + g * x.at.size, *own_bar = coefficient_bar + g * size * inner;
+          T *grad = grads + g * x.at.grad_size, *own_bar = coefficient_bar + g * size * inner;
           load(net, row, rows);
-          coefficients(i, rows, phi + row * K, saved + net * stride, coefficient);
+          coefficients(i, rows, phi + row * K, G + g * s.connected_size(), coefficient);
           gemm<T>(rows, inner, n, {bar, n, 1}, transposed + g * inner * n, inner, own_bar, inner, false);
           gemm<T>(inner, n, rows, {coefficient, 1, inner}, bar, n, grad + a.offset, a.ld, true);
           connected_backward(i, rows, phi + row * K, own_bar, grad);
         }
-        coefficients_backward(group, i, rows, coefficient_bar, size * inner, saved, stride, phi_bar + row * K);
+        coefficients_backward(group, i, rows, coefficient_bar, size * inner, G, phi_bar + row * K);
       }
     };
     blocks(bias_matrix(i), bias_matrix_bar, s.e, 1, [&](int64_t net, int64_t row, int64_t rows) {
@@ -585,7 +595,7 @@ struct EquivariantCall {
       for (int64_t g = 0; g < nets; ++g) {
         const int64_t net = group.begin + g;
         const T* own = saved + net * stride;
-        T *grad = grads + g * x.at.size, *own_bar = bar + g * m, *own_Y_bar = Y_bar + g * size * inner;
+        T *grad = grads + g * x.at.grad_size, *own_bar = bar + g * m, *own_Y_bar = Y_bar + g * size * inner;
         for (int64_t r = 0; r < rows; ++r) load_row(out_bar + (net * all + row + r) * m, m, own_bar + r * ld);
         last_left(rows, matrix, own, Y);
         gemm<T>(n_L * d, m, rows, {matrix, 1, K}, own_bar, ld, grad + S_t.offset, S_t.ld, true);
@@ -642,8 +652,10 @@ void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, c
   const auto layer = [&](Group group, int64_t i, Scratch<T> scratch) {
     for (int64_t net = group.begin; net < group.end; ++net) {
       T* own = saved + net * stride;
-      connect(call.x, i, own);
-      if (i == L) features(call.x, own, own + at.size);
+      if (i == L) {
+        connect(call.x, L, own, own + at.G0[L]);
+        features(call.x, own, own + at.size);
+      }
       if (1 < i && i < L) call.middle_forward(net, i, own, out.weight(i), scratch);
     }
     if (i < L)
@@ -692,10 +704,10 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
   const int64_t chunks = parallel.chunks(by_network ? s.B : s.B * std::max(L, d));
   const int64_t group_size = by_network ? call.group_size() : 1, slots = by_network ? chunks * group_size : s.B;
   thread_local std::vector<T> memory;
-  memory.resize(chunks * sums.size + slots * at.size + 2 * s.B * K + s.B * rows);
+  memory.resize(chunks * sums.size + slots * at.grad_size + 2 * s.B * K + s.B * rows);
   T* accumulators = memory.data();
   T* grads = accumulators + chunks * sums.size;
-  T *F = grads + slots * at.size, *F_bar = F + s.B * K, *bar = F_bar + s.B * K;
+  T *F = grads + slots * at.grad_size, *F_bar = F + s.B * K, *bar = F_bar + s.B * K;
 
   for (int64_t net = 0; net < s.B; ++net) std::memcpy(F + net * K, saved + net * stride + at.size, K * sizeof(T));
   load_row(out_bar.bias(L), s.B * rows, bar);
@@ -710,7 +722,7 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
                          scratch);
     for (int64_t net = group.begin; i == L && net < group.end; ++net) {
       const T* own = saved + net * stride;
-      features_backward(call.x, own, own + at.size, F_bar + net * K, group_grads + (net - group.begin) * at.size,
+      features_backward(call.x, own, own + at.size, F_bar + net * K, group_grads + (net - group.begin) * at.grad_size,
                         sum + sums.psi, scratch);
     }
   };
@@ -730,14 +742,14 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
   if (by_network) {
     parallel.split(s.B, [&](int64_t chunk, int64_t begin, int64_t end) {
       Scratch<T> scratch = Scratch<T>::begin(need);
-      T *sum = accumulators + chunk * sums.size, *own_grads = grads + chunk * group_size * at.size;
+      T *sum = accumulators + chunk * sums.size, *own_grads = grads + chunk * group_size * at.grad_size;
       std::fill(sum, sum + sums.size, T(0));
       for (int64_t first = begin; first < end; first += group_size) {
         const Group group{first, std::min(end, first + group_size)};
-        std::fill(own_grads, own_grads + group.size() * at.size, T(0));
+        std::fill(own_grads, own_grads + group.size() * at.grad_size, T(0));
         for (int64_t i = 1; i <= L; ++i) layer(group, i, own_grads, sum, scratch);
         for (int64_t net = group.begin; net < group.end; ++net) {
-          T* grad = own_grads + (net - group.begin) * at.size;
+          T* grad = own_grads + (net - group.begin) * at.grad_size;
           for (int64_t i = 2; i < L; ++i) middle(net, i, grad, sum, scratch);
           connections(net, grad, sum);
           for (int64_t channel = 0; channel < d; ++channel) chain(net, channel, grad, sum, scratch);
@@ -751,15 +763,15 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
       T* sum = accumulators + chunk * sums.size;
       for (int64_t task = begin; task < end; ++task) {
         const int64_t net = task / L, i = task % L + 1;
-        layer({net, net + 1}, i, grads + net * at.size, sum, scratch);
-        middle(net, i, grads + net * at.size, sum, scratch);
+        layer({net, net + 1}, i, grads + net * at.grad_size, sum, scratch);
+        middle(net, i, grads + net * at.grad_size, sum, scratch);
       }
     });
-    for (int64_t net = 0; net < s.B; ++net) connections(net, grads + net * at.size, accumulators);
+    for (int64_t net = 0; net < s.B; ++net) connections(net, grads + net * at.grad_size, accumulators);
     parallel.split(s.B * d, [&](int64_t chunk, int64_t begin, int64_t end) {
       Scratch<T> scratch = Scratch<T>::begin(need);
       for (int64_t task = begin; task < end; ++task)
-        chain(task / d, task % d, grads + task / d * at.size, accumulators + chunk * sums.size, scratch);
+        chain(task / d, task % d, grads + task / d * at.grad_size, accumulators + chunk * sums.size, scratch);
     });
   }
 

@@ -28,7 +28,7 @@ void invariant_forward(const Shape& s, const S* const* W, const S* const* b, con
   T* F = memory.data();
   for (int64_t net = 0; net < s.B; ++net) {
     T* own = saved + net * stride;
-    connect(x, s.L(), own);
+    connect(x, s.L(), own, own + at.G0[s.L()]);
     features(x, own, own + at.size);
     std::memcpy(F + net * K, own + at.size, K * sizeof(T));
   }

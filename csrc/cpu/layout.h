@@ -27,6 +27,7 @@ struct Shape {
   int64_t pair_to_neighbour(int64_t i) const { return L() + i - 2; }
   int64_t pair_of_trace(int64_t s) const { return 2 * L() - 1 + s - 1; }
   int64_t num_pairs() const { return 3 * L() - 2; }
+  int64_t connected_size() const { return (n_0() + 1) * n_0() * d; }  // of [Psi; psi]_(i,0) S_0
   int64_t psi_size() const { return num_pairs() * (n_0() + 1) * n_L() * d; }
   // Columns of the matrices of coefficients, one block a term.
   int64_t hidden_columns(int64_t i) const { return d * (3 * n_0() + i); }
@@ -53,12 +54,13 @@ enum class Operation { chain, equivariant, invariant };
 //   S[t]   suffix chain, t >= 1:                [p][d][n_t]
 //   P_L, v_L, b_L, G_0: the small ones, channels innermost, for lane-wise algebra:
 //   PL     P_L = S_0                            [p][q][d]
-//   G0[i]  [Psi; psi]_(i,0) S_0                 [q'][q][d]        q' = 0 ... n_0
+//   G0[i]  [Psi; psi]_(i,0) S_0                 [q'][q][d]        q' = 0 ... n_0; kept for i = L only
 //   R[i]   right factor of [WW] and [bW], i > 1: [q][d][n_(i-1)]  n_0 rows of Psi S (or none, through_output) and psi S
 struct Layout {
   std::vector<Section> A, S, R;
   std::vector<int64_t> G0;
   int64_t PL = 0, size = 0;
+  int64_t grad_size = 0;  // with the G0[i] of hidden layers behind what is kept
 
   Layout(const Shape& s, Operation operation) : A(s.L() + 1), S(s.L() + 1), R(s.L() + 1), G0(s.L() + 1) {
     const int64_t L = s.L();
@@ -67,11 +69,15 @@ struct Layout {
     if (operation != Operation::invariant)
       for (int64_t t = 1; t < L; ++t) S[t] = section(s.n_L(), s.d, s.n[t]);
     if (operation == Operation::chain) return;
-    G0[L] = reserve((s.n_0() + 1) * s.n_0() * s.d);
+    G0[L] = reserve(s.connected_size());
     if (operation == Operation::invariant) return;
-    for (int64_t i = 1; i < L; ++i) G0[i] = reserve((s.n_0() + 1) * s.n_0() * s.d);
     for (int64_t i = 2; i <= L; ++i) {
       R[i] = section(s.through_output() && i < L ? 1 : s.n_0() + 1, s.d, s.n[i - 1]);
+    }
+    grad_size = size;
+    for (int64_t i = 1; i < L; ++i) {
+      G0[i] = grad_size;
+      grad_size += s.connected_size();
     }
   }
 

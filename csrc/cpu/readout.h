@@ -24,10 +24,10 @@ struct Features {
 
 // G0_i = [Psi; psi]_(i,0) S_0
 template <typename S, typename T>
-void connect(const Network<S, T>& x, int64_t i, T* saved) {
+void connect(const Network<S, T>& x, int64_t i, const T* saved, T* G0) {
   const Shape& s = x.s;
   lane_gemm<T>(s.d, s.n_0() + 1, s.n_0(), s.n_L(), {x.connection(s.pair_to_input(i)), s.n_L(), 1},
-               {saved + x.at.PL, s.n_0(), 1}, {saved + x.at.G0[i], s.n_0(), 1}, false);
+               {saved + x.at.PL, s.n_0(), 1}, {G0, s.n_0(), 1}, false);
 }
 
 template <typename S, typename T>

@@ -474,7 +474,7 @@ def _saved_size(widths: Sequence[int], d: int, is_equivariant: bool) -> int:
     """Numbers kept per network for the backward pass, as csrc/cpu/layout.h lays them out."""
     L, n_0, n_L = len(widths) - 1, widths[0], widths[-1]
     rows = [(n_0 + i, widths[i]) for i in range(1, L + 1)]
-    sizes = [n_L * n_0 * d] + [(n_0 + 1) * n_0 * d] * (L if is_equivariant else 1)
+    sizes = [n_L * n_0 * d, (n_0 + 1) * n_0 * d]
     if is_equivariant:
         rows += [(n_L, widths[t]) for t in range(1, L)]
         for i in range(2, L + 1):
