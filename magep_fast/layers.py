@@ -64,14 +64,15 @@ class _PolynomialLayer(nn.Module):
         if not isinstance(features, WeightFeatures):
             raise TypeError(f"{type(self).__name__} takes WeightFeatures; found {type(features).__name__}")
         features.check(self.table.space, self.table.in_channels)
-        parameter = self._matrices()[0]
+        parameter = getattr(self, self.table.outputs[0].name)
         if features.device != parameter.device:
             raise ValueError(f"features are on {features.device} but the layer is on {parameter.device}: move one")
         cast = autocast_dtype(features) is not None and parameter.dtype != torch.float64
         if features.dtype != parameter.dtype and not cast:
+            other_way = f" or layer.to({features.dtype})" if features.dtype.is_floating_point else ""
             raise ValueError(
                 f"features are {features.dtype} but the layer's parameters are {parameter.dtype}: "
-                f"use features.to({parameter.dtype}) or layer.to({features.dtype})"
+                f"use features.to({parameter.dtype}){other_way}"
             )
 
     def extra_repr(self) -> str:
