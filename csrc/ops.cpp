@@ -212,6 +212,14 @@ Shape shape_of(const char* op, const std::vector<Tensor>& weights, const std::ve
   return s;
 }
 
+// [Wb] has one coefficient for all t if the last matrix has the columns for it.
+Shape with_sharing(Shape s, const std::vector<Tensor>& matrices) {
+  s.share_Wb = true;
+  if (matrices.empty() || matrices.back().dim() != 2 || matrices.back().size(1) != s.readout_columns())
+    s.share_Wb = false;
+  return s;
+}
+
 std::vector<Sizes> matrix_shapes(const Shape& s) {
   std::vector<Sizes> shapes;
   for (int64_t i = 1; i <= s.L(); ++i) {
@@ -279,7 +287,7 @@ std::vector<Tensor> chain_backward(std::vector<Tensor> grads, std::vector<Tensor
 std::vector<Tensor> equivariant(std::vector<Tensor> weights, std::vector<Tensor> biases, std::vector<Tensor> matrices,
                                 Tensor psi, int64_t out_channels, int64_t activation, bool training) {
   const char* op = "magep_fast::equivariant";
-  const Shape s = shape_of(op, weights, biases, out_channels);
+  const Shape s = with_sharing(shape_of(op, weights, biases, out_channels), matrices);
   const Activation f = activation_of(op, activation);
   const ScalarType dtype = weights[0].scalar_type();
   return with_types(dtype, op, [&](auto storage, auto compute) {
@@ -306,7 +314,7 @@ std::vector<Tensor> equivariant_backward(std::vector<Tensor> grads, std::vector<
                                          Tensor saved, std::vector<Tensor> known, int64_t out_channels,
                                          int64_t activation) {
   const char* op = "magep_fast::equivariant_backward";
-  const Shape s = shape_of(op, weights, biases, out_channels);
+  const Shape s = with_sharing(shape_of(op, weights, biases, out_channels), matrices);
   const Activation f = activation_of(op, activation);
   const ScalarType dtype = weights[0].scalar_type();
   return with_types(dtype, op, [&](auto storage, auto compute) {
@@ -457,7 +465,7 @@ int64_t rows_of(const char* op, const Tensor& matrix) {
 // -> out, saved
 std::vector<Tensor> invariant(std::vector<Tensor> weights, std::vector<Tensor> biases, Tensor matrix, Tensor psi) {
   const char* op = "magep_fast::invariant";
-  const Shape s = shape_of(op, weights, biases, rows_of(op, matrix));
+  const Shape s = with_sharing(shape_of(op, weights, biases, rows_of(op, matrix)), {matrix});
   const ScalarType dtype = weights[0].scalar_type();
   return with_types(dtype, op, [&](auto storage, auto compute) {
     using S = decltype(storage);
@@ -481,7 +489,7 @@ std::vector<Tensor> invariant(std::vector<Tensor> weights, std::vector<Tensor> b
 std::vector<Tensor> invariant_backward(Tensor grad, std::vector<Tensor> weights, std::vector<Tensor> biases,
                                        Tensor matrix, Tensor psi, Tensor saved) {
   const char* op = "magep_fast::invariant_backward";
-  const Shape s = shape_of(op, weights, biases, rows_of(op, matrix));
+  const Shape s = with_sharing(shape_of(op, weights, biases, rows_of(op, matrix)), {matrix});
   const ScalarType dtype = weights[0].scalar_type();
   return with_types(dtype, op, [&](auto storage, auto compute) {
     using S = decltype(storage);

@@ -82,6 +82,8 @@ class _PolynomialLayer(nn.Module):
             parts.append(f"out_taps={table.out_taps}")
         group = next((repr(name) for name, names in GROUPS.items() if names == table.terms), None)
         parts.append(f"terms={group or '{' + ', '.join(name for name in NAMES if name in table.terms) + '}'}")
+        if table.share_Wb:
+            parts.append("share_Wb=True")
         if self.psi is not None and not self.psi.requires_grad:
             parts.append("learn_psi=False")
         if self.backend != "auto":
@@ -97,6 +99,8 @@ class MagepEquivariant(_PolynomialLayer):
         in_channels, out_channels: d and e.
         terms: "all", "linear" (Monomial-NFN), "inter-layer", or any set of term names, such as `{"W", "b", "WW"}`. An
             output that has none of the chosen terms is zero.
+        share_Wb: one coefficient of [Wb]^(i,t)(t) for all t, as the authors' code and the paper's parameter counts have
+            it, instead of one for each t, as the paper's formulas have it.
         activation: applied to the layer's outputs and fused into its kernels: "relu" for features scaled by positive
             numbers, "tanh" or "sin" for features whose signs flip. For any other function follow with `Activation`.
         learn_psi: whether the connections Ψ, ψ inside [WW] and [bW] are trained.
@@ -115,6 +119,7 @@ class MagepEquivariant(_PolynomialLayer):
         out_channels: int,
         *,
         terms: str | Iterable[str] = "all",
+        share_Wb: bool = False,
         activation: str | None = None,
         learn_psi: bool = True,
         init: str = "unit",
@@ -123,7 +128,8 @@ class MagepEquivariant(_PolynomialLayer):
         dtype: torch.dtype | None = None,
     ):
         _check_channels(in_channels=in_channels, out_channels=out_channels)
-        table = equivariant_table(space, (1,) * space.num_layers, in_channels, out_channels, select_terms(terms))
+        taps = (1,) * space.num_layers
+        table = equivariant_table(space, taps, in_channels, out_channels, select_terms(terms), share_Wb)
         super().__init__(table, learn_psi, init, backend, device, dtype)
         self.activation = _check_fused(activation)
 
@@ -131,7 +137,7 @@ class MagepEquivariant(_PolynomialLayer):
         """The paper's coefficient of a term in the weights or the bias of a layer, 1 … L: a view `[e, d, …]`.
 
         Its axes are those of the einsum in the table of terms: `[e, d]` for any weight term of a middle layer,
-        `[e, d, i − 1]`, one per t, for "Wb" in the bias of a hidden layer i, and so on.
+        `[e, d, i − 1]`, one per t, for "Wb" in the bias of a hidden layer i (`[e, d, 1]` if shared), and so on.
         """
         return self._coefficient(self.table.output_index(f"{output}_{layer}"), term)
 
@@ -188,6 +194,7 @@ class MagepInvariant(_PolynomialLayer):
         out_features: int,
         *,
         terms: str | Iterable[str] = "all",
+        share_Wb: bool = False,
         learn_psi: bool = True,
         init: str = "unit",
         backend: str = "auto",
@@ -195,7 +202,7 @@ class MagepInvariant(_PolynomialLayer):
         dtype: torch.dtype | None = None,
     ):
         _check_channels(in_channels=in_channels, out_features=out_features)
-        table = invariant_table(space, in_channels, out_features, select_terms(terms))
+        table = invariant_table(space, in_channels, out_features, select_terms(terms), share_Wb)
         super().__init__(table, learn_psi, init, backend, device, dtype)
 
     def coefficient(self, term: str) -> Tensor:

@@ -55,6 +55,7 @@ class Case:
     seed: int
     out_taps: int | tuple[int, ...] = 1
     activation: str | None = None
+    share_Wb: bool = False
 
     def features(self, dtype=torch.float64):
         torch.manual_seed(self.seed)
@@ -62,7 +63,8 @@ class Case:
 
     def layer(self, kind, dtype=torch.float64, **options):
         """A layer with no coefficient left at zero."""
-        options |= {"out_taps": self.out_taps} if kind is MonomialEquivariant else {"terms": self.terms}
+        shared = {"terms": self.terms, "share_Wb": self.share_Wb}
+        options |= {"out_taps": self.out_taps} if kind is MonomialEquivariant else shared
         options |= {"activation": self.activation} if kind is not MagepInvariant else {}
         layer = kind(self.space, self.in_channels, self.out_channels, dtype=dtype, **options)
         with torch.no_grad():
@@ -82,4 +84,5 @@ def cases(draw, taps=False):
         out_channels=draw(st.integers(1, 4)),
         terms=frozenset(draw(st.sets(st.sampled_from(NAMES), min_size=1) | st.just(set(NAMES)))),
         seed=draw(st.integers(0, 2**16)),
+        share_Wb=draw(st.booleans()),
     )

@@ -27,7 +27,16 @@ def random_case(seed):
     widths = (size(4, 10), *(size(9, 40) for _ in range(L - 1)), draw.choice((1, size(4, 10))))
     terms = frozenset({"all"}) if draw.random() < 0.9 else frozenset(draw.sample(NAMES, draw.randint(1, len(NAMES))))
     activation = draw.choice((None, *FUNCTIONS))
-    return Case(WeightSpace(widths), size(4, 20), size(5, 20), size(5, 20), terms, seed, activation=activation)
+    return Case(
+        WeightSpace(widths),
+        size(4, 20),
+        size(5, 20),
+        size(5, 20),
+        terms,
+        seed,
+        activation=activation,
+        share_Wb=draw.random() < 0.3,
+    )
 
 
 def random_taps(case):

@@ -481,3 +481,25 @@ def test_fused_activation_is_the_activation_after_the_layer(kind, activation, ba
 def test_unknown_activation_is_an_error():
     with pytest.raises(ValueError, match=r"activation must be None or one of .'relu', 'tanh', 'sin'.; found 'gelu'"):
         MagepEquivariant(WeightSpace((2, 5, 3)), 1, 1, activation="gelu")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_shared_Wb_is_the_same_coefficient_for_every_t(kind, backend):
+    torch.manual_seed(0)
+    space = WeightSpace((2, 3, 4, 5, 2))
+    shared = kind(space, 3, 2, share_Wb=True, dtype=torch.float64, backend=backend)
+    full = kind(space, 3, 2, dtype=torch.float64, backend=backend)
+    with torch.no_grad():
+        if shared.psi is not None:
+            full.psi.copy_(shared.psi)
+        for k, output in enumerate(full.table.outputs):
+            for name, view in output.coefficients(full._matrices()[k]).items():
+                view.copy_(shared.table.outputs[k].coefficient(shared._matrices()[k], name))  # expands t
+    features = random_features(space, 3)
+    assert_same(shared(features), full(features), 1e-12)
+    assert "share_Wb=True" in repr(shared)
+    fewer = sum(p.numel() for p in full.parameters()) - sum(p.numel() for p in shared.parameters())
+    readout = 3 * 2 * 2 * 2 * (2 if kind is MagepEquivariant else 1)  # 2 of 3 t, of d × n_L columns and e (× n_L) rows
+    hidden = 3 * 2 * 1 if kind is MagepEquivariant else 0  # 1 of 2 t in layer 3
+    assert fewer == readout + hidden

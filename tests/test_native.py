@@ -1,5 +1,6 @@
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,6 +141,15 @@ class TestOperators:
             kind, arguments(make_case(widths, 2, 3, 2), kind, dtype, requires_grad), requires_grad
         )
         torch.library.opcheck(operator(kind, "_backward"), given)
+
+
+@pytest.mark.parametrize("kind", [MagepEquivariant, MagepInvariant])
+@pytest.mark.parametrize("widths", [(2, 4, 3, 2), (2, 3, 4, 3, 1), (2, 3, 2)])
+def test_operators_with_shared_Wb(kind, widths):
+    case = replace(make_case(widths, 2, 3, 2), share_Wb=True)
+    given = arguments(case, kind, torch.float64, True)
+    torch.library.opcheck(operator(kind), given)
+    torch.library.opcheck(operator(kind, "_backward"), backward_arguments(kind, given, True))
 
 
 @ACTIVATIONS

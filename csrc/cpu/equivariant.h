@@ -78,7 +78,12 @@ struct EquivariantCall {
     const int64_t n_0 = s.n_0(), d = s.d, K = s.hidden_columns(i), c = s.columns(i);
     for (int64_t r = 0; r < rows; ++r) {
       std::memcpy(out + r * c * d, phi + r * K, n_0 * d * sizeof(T));
-      std::memcpy(out + (r * c + n_0) * d, phi + r * K + 3 * n_0 * d, i * d * sizeof(T));
+      const T* from = phi + r * K + 3 * n_0 * d;  // Phi_Wb, for every t or once, then Phi_b
+      for (int64_t t = 0; s.share_Wb && t < i - 1; ++t) std::memcpy(out + (r * c + n_0 + t) * d, from, d * sizeof(T));
+      if (s.share_Wb)
+        std::memcpy(out + (r * c + c - 1) * d, phi + (r + 1) * K - d, d * sizeof(T));
+      else
+        std::memcpy(out + (r * c + n_0) * d, from, i * d * sizeof(T));
     }
     lane_gemm<T>(d, rows, n_0, n_0, {phi + n_0 * d, K / d, 1}, {G, 1, n_0}, {out, c, 1}, true);
     lane_gemm<T>(d, rows, 1, n_0, {phi + 2 * n_0 * d, K / d, 1}, {G + n_0 * n_0 * d, 1, 1}, {out + (c - 1) * d, c, 1},
@@ -94,7 +99,12 @@ struct EquivariantCall {
       for (int64_t r = 0; r < rows; ++r) {
         const T* from = bar + net * bar_stride + r * c * d;
         add(n_0 * d, from, phi_bar + r * K);
-        add(i * d, from + n_0 * d, phi_bar + r * K + 3 * n_0 * d);
+        T* to = phi_bar + r * K + 3 * n_0 * d;
+        for (int64_t t = 0; s.share_Wb && t < i - 1; ++t) add(d, from + (n_0 + t) * d, to);
+        if (s.share_Wb)
+          add(d, from + (c - 1) * d, phi_bar + (r + 1) * K - d);
+        else
+          add(i * d, from + n_0 * d, to);
       }
     const Networks networks{group.size(), bar_stride, s.connected_size()};
     lane_gemm<T>(d, rows, n_0, n_0, {bar, c, 1}, {G, n_0, 1}, {phi_bar + n_0 * d, K / d, 1}, true, networks);
@@ -654,7 +664,7 @@ void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, c
       T* own = saved + net * stride;
       if (i == L) {
         connect(call.x, L, own, own + at.G0[L]);
-        features(call.x, own, own + at.size);
+        features(call.x, own);
       }
       if (1 < i && i < L) call.middle_forward(net, i, own, out.weight(i), scratch);
     }
@@ -722,8 +732,8 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
                          scratch);
     for (int64_t net = group.begin; i == L && net < group.end; ++net) {
       const T* own = saved + net * stride;
-      features_backward(call.x, own, own + at.size, F_bar + net * K, group_grads + (net - group.begin) * at.grad_size,
-                        sum + sums.psi, scratch);
+      features_backward(call.x, own, F_bar + net * K, group_grads + (net - group.begin) * at.grad_size, sum + sums.psi,
+                        scratch);
     }
   };
   const auto middle = [&](int64_t net, int64_t i, T* grad, T* sum, Scratch<T> scratch) {

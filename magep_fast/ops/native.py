@@ -206,7 +206,8 @@ class _Equivariant:
     def in_torch(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         weights, biases, (*matrices, psi) = _split(self.L, tensors)
         space = _space(weights)
-        table = equivariant_table(space, space.taps, int(biases[0].shape[1]), self.out_channels, GROUPS["all"])
+        d, shared = int(biases[0].shape[1]), _shares_Wb(weights, biases, matrices[-1])
+        table = equivariant_table(space, space.taps, d, self.out_channels, GROUPS["all"], shared)
         outputs = factored.equivariant(table, weights, biases, matrices, psi, ACTIVATIONS[self.activation])
         return *outputs[0], *outputs[1]
 
@@ -250,6 +251,12 @@ class _Linear:
         return *outputs[0], *outputs[1]
 
 
+def _shares_Wb(weights: Sequence[Tensor], biases: Sequence[Tensor], readout: Tensor) -> bool:
+    """Whether [Wb] has one coefficient for all t, by the columns of the last matrix."""
+    L, n_0, n_L, d = len(weights), weights[0].shape[-1], weights[-1].shape[-2], biases[0].shape[1]
+    return L > 2 and readout.shape[1] == d * (3 * n_L * n_0 + 2 * n_L + 2 * (L - 1)) + 1
+
+
 def _out_taps(n_0: int, n_L: int, matrices: Sequence[Tensor], out_channels: int) -> tuple[int, ...]:
     """Of a linear layer, from the rows of its matrices: channels·taps, times n_0 in layer 1 and n_L in layer L."""
     rows = [matrix.shape[0] // out_channels for matrix in matrices[::2]]
@@ -281,7 +288,8 @@ class _Invariant:
 
     def in_torch(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         weights, biases, (matrix, psi) = _split(self.L, tensors)
-        table = invariant_table(_space(weights), int(biases[0].shape[1]), int(matrix.shape[0]), GROUPS["all"])
+        d, shared = int(biases[0].shape[1]), _shares_Wb(weights, biases, matrix)
+        table = invariant_table(_space(weights), d, int(matrix.shape[0]), GROUPS["all"], shared)
         return (factored.invariant(table, weights, biases, matrix, psi),)
 
 
@@ -407,9 +415,11 @@ def _register_layers() -> None:
             b.new_empty(B, channels, b.shape[2]) for b in biases
         ]
 
-    def empty_saved(weights: list[Tensor], biases: list[Tensor], is_equivariant: bool) -> Tensor:
+    def empty_saved(weights: list[Tensor], biases: list[Tensor], readout: Tensor, is_equivariant: bool) -> Tensor:
         dtype = torch.float64 if biases[0].dtype == torch.float64 else torch.float32
-        size = _saved_size(_widths(weights), biases[0].shape[1], is_equivariant)
+        size = _saved_size(_widths(weights), biases[0].shape[1], is_equivariant) + readout.shape[1]
+        if _shares_Wb(weights, biases, readout):
+            size += (len(weights) - 1) * weights[-1].shape[2] * biases[0].shape[1]
         return biases[0].new_empty(biases[0].shape[0], size, dtype=dtype)
 
     def fake_equivariant(
@@ -423,7 +433,7 @@ def _register_layers() -> None:
     ) -> list[Tensor]:
         outputs = empty_like_features(weights, biases, [1] * len(weights), out_channels)
         before = [torch.empty_like(y) for y in outputs] if training and ACTIVATIONS[activation] == "sin" else []
-        return [*outputs, empty_saved(weights, biases, True), *before]
+        return [*outputs, empty_saved(weights, biases, matrices[-1], True), *before]
 
     def fake_linear(
         weights: list[Tensor],
@@ -440,7 +450,7 @@ def _register_layers() -> None:
 
     def fake_invariant(weights: list[Tensor], biases: list[Tensor], matrix: Tensor, psi: Tensor) -> list[Tensor]:
         output = biases[0].new_empty(biases[0].shape[0], matrix.shape[0])
-        return [output, empty_saved(weights, biases, False)]
+        return [output, empty_saved(weights, biases, matrix, False)]
 
     def empty_like(*tensors: Tensor) -> list[Tensor]:
         return [x.new_empty(x.shape) for x in tensors]
@@ -471,7 +481,7 @@ def _register_layers() -> None:
 
 
 def _saved_size(widths: Sequence[int], d: int, is_equivariant: bool) -> int:
-    """Numbers kept per network for the backward pass, as csrc/cpu/layout.h lays them out."""
+    """Numbers of the chains kept per network for the backward pass, as csrc/cpu/layout.h lays them out."""
     L, n_0, n_L = len(widths) - 1, widths[0], widths[-1]
     rows = [(n_0 + i, widths[i]) for i in range(1, L + 1)]
     sizes = [n_L * n_0 * d, (n_0 + 1) * n_0 * d]
@@ -481,5 +491,4 @@ def _saved_size(widths: Sequence[int], d: int, is_equivariant: bool) -> int:
             through_output = (n_L < n_0 or n_L == 1) and i < L
             rows.append((1 if through_output else n_0 + 1, widths[i - 1]))
     sizes += [r * d * n for r, n in rows]
-    features = d * (3 * n_L * n_0 + (L - 1) * n_L + n_L + 2 * (L - 1)) + 1
-    return sum(sizes) + features
+    return sum(sizes)
