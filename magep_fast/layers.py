@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -18,13 +19,17 @@ from magep_fast.terms import GROUPS, NAMES, Table, equivariant_table, initialise
 
 
 class _PolynomialLayer(nn.Module):
-    """Parameters of a table: one matrix per output, and the connections `psi`."""
+    """Parameters of a table: one matrix per output, and the connections `psi`.
+
+    `table` is what the operations are given, `storage` what the parameters hold: the same but for shared coefficients.
+    """
 
     psi: nn.Parameter | None
 
     def __init__(
         self,
         table: Table,
+        share_Wb: bool,
         learn_psi: bool,
         init: str,
         backend: str,
@@ -33,9 +38,17 @@ class _PolynomialLayer(nn.Module):
     ):
         super().__init__()
         self.table = table
+        self.storage = table
+        if share_Wb:
+            self.storage = replace(table, outputs=tuple(output.with_shared_Wb() for output in table.outputs))
+            self._around_Wb = [output.columns_around_Wb() for output in self.storage.outputs]
+            self._repeats = [
+                full.columns_around_Wb()[1] // max(1, k)
+                for full, (_, k, _) in zip(table.outputs, self._around_Wb, strict=True)
+            ]
         self.init = init
         self.backend = check_backend(backend)
-        for output in table.outputs:
+        for output in self.storage.outputs:
             self.register_parameter(output.name, nn.Parameter(torch.empty(output.shape, device=device, dtype=dtype)))
         if table.pairs:
             self.psi = nn.Parameter(torch.empty(table.psi_shape, device=device, dtype=dtype), learn_psi)
@@ -45,7 +58,7 @@ class _PolynomialLayer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws all parameters anew, as `init` says."""
-        initialise(self.table, self._matrices(), self.psi, self.init)
+        initialise(self.storage, self._stored(), self.psi, self.init)
 
     def connection(self, kind: Literal["WW", "bW"], s: int, t: int) -> Tensor:
         """Ψ^(s,t) `[d, n_0, n_L]` for "WW", ψ^(s,t) `[d, n_L]` for "bW": a view of the parameter `psi`."""
@@ -54,17 +67,28 @@ class _PolynomialLayer(nn.Module):
             raise KeyError(f"no connection {(kind, s, t)}; there are {list(views)}")
         return views[kind, s, t]
 
-    def _matrices(self) -> list[Tensor]:
+    def _stored(self) -> list[Tensor]:
         return [getattr(self, output.name) for output in self.table.outputs]
 
+    def _matrices(self) -> list[Tensor]:
+        """The coefficients as the operations take them."""
+        if self.storage is self.table:
+            return self._stored()
+        matrices = self._stored()
+        for k, (sizes, times) in enumerate(zip(self._around_Wb, self._repeats, strict=True)):
+            if times > 1:  # among the columns of [Wb], t is outermost
+                before, shared, after = matrices[k].split(sizes, dim=1)
+                matrices[k] = torch.cat([before, *[shared] * times, after], dim=1)
+        return matrices
+
     def _coefficient(self, index: int, term: str) -> Tensor:
-        return self.table.outputs[index].coefficient(self._matrices()[index], term)
+        return self.storage.outputs[index].coefficient(self._stored()[index], term)
 
     def _check(self, features: WeightFeatures) -> None:
         if not isinstance(features, WeightFeatures):
             raise TypeError(f"{type(self).__name__} takes WeightFeatures; found {type(features).__name__}")
         features.check(self.table.space, self.table.in_channels)
-        parameter = self._matrices()[0]
+        parameter = self._stored()[0]
         if features.device != parameter.device:
             raise ValueError(f"features are on {features.device} but the layer is on {parameter.device}: move one")
         cast = autocast_dtype(features) is not None and parameter.dtype != torch.float64
@@ -81,6 +105,8 @@ class _PolynomialLayer(nn.Module):
             parts.append(f"out_taps={table.out_taps}")
         group = next((repr(name) for name, names in GROUPS.items() if names == table.terms), None)
         parts.append(f"terms={group or '{' + ', '.join(name for name in NAMES if name in table.terms) + '}'}")
+        if self.storage is not table:
+            parts.append("share_Wb=True")
         if self.psi is not None and not self.psi.requires_grad:
             parts.append("learn_psi=False")
         if self.backend != "auto":
@@ -96,6 +122,8 @@ class MagepEquivariant(_PolynomialLayer):
         in_channels, out_channels: d and e.
         terms: "all", "linear" (Monomial-NFN), "inter-layer", or any set of term names, such as `{"W", "b", "WW"}`. An
             output that has none of the chosen terms is zero.
+        share_Wb: one coefficient of [Wb]^(i,t)(t) for all t, as the authors' code and the paper's parameter counts have
+            it, instead of one for each t, as the paper's formulas have it.
         activation: applied to the layer's outputs and fused into its kernels: "relu" for features scaled by positive
             numbers, "tanh" or "sin" for features whose signs flip. For any other function follow with `Activation`.
         learn_psi: whether the connections Ψ, ψ inside [WW] and [bW] are trained.
@@ -114,6 +142,7 @@ class MagepEquivariant(_PolynomialLayer):
         out_channels: int,
         *,
         terms: str | Iterable[str] = "all",
+        share_Wb: bool = False,
         activation: str | None = None,
         learn_psi: bool = True,
         init: str = "unit",
@@ -123,14 +152,14 @@ class MagepEquivariant(_PolynomialLayer):
     ):
         _check_channels(in_channels=in_channels, out_channels=out_channels)
         table = equivariant_table(space, (1,) * space.num_layers, in_channels, out_channels, select_terms(terms))
-        super().__init__(table, learn_psi, init, backend, device, dtype)
+        super().__init__(table, share_Wb, learn_psi, init, backend, device, dtype)
         self.activation = _check_fused(activation)
 
     def coefficient(self, term: str, layer: int, output: Literal["weight", "bias"] = "weight") -> Tensor:
         """The paper's coefficient of a term in the weights or the bias of a layer, 1 … L: a view `[e, d, …]`.
 
         Its axes are those of the einsum in the table of terms: `[e, d]` for any weight term of a middle layer,
-        `[e, d, i − 1]`, one per t, for "Wb" in the bias of a hidden layer i, and so on.
+        `[e, d, i − 1]`, one per t, for "Wb" in the bias of a hidden layer i (`[e, d, 1]` if shared), and so on.
         """
         return self._coefficient(self.table.output_index(f"{output}_{layer}"), term)
 
@@ -170,7 +199,7 @@ class MonomialEquivariant(MagepEquivariant):
         _check_channels(in_channels=in_channels, out_channels=out_channels)
         taps = space.with_taps(out_taps).taps
         table = equivariant_table(space, taps, in_channels, out_channels, select_terms("linear"))
-        _PolynomialLayer.__init__(self, table, False, init, backend, device, dtype)
+        _PolynomialLayer.__init__(self, table, False, False, init, backend, device, dtype)
         self.activation = _check_fused(activation)
 
 
@@ -187,6 +216,7 @@ class MagepInvariant(_PolynomialLayer):
         out_features: int,
         *,
         terms: str | Iterable[str] = "all",
+        share_Wb: bool = False,
         learn_psi: bool = True,
         init: str = "unit",
         backend: str = "auto",
@@ -195,7 +225,7 @@ class MagepInvariant(_PolynomialLayer):
     ):
         _check_channels(in_channels=in_channels, out_features=out_features)
         table = invariant_table(space, in_channels, out_features, select_terms(terms))
-        super().__init__(table, learn_psi, init, backend, device, dtype)
+        super().__init__(table, share_Wb, learn_psi, init, backend, device, dtype)
 
     def coefficient(self, term: str) -> Tensor:
         """The paper's coefficient of a term: a view `[out_features, d, …]`."""

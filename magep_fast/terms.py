@@ -18,7 +18,7 @@ L = 1 has no hidden neuron, hence no symmetry; there the formulas of the last la
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import prod
 
@@ -96,6 +96,10 @@ class Term:
     def size(self, letters: str) -> int:
         return prod([self.sizes[self.letters.index(c)] for c in letters])
 
+    def with_one_t(self) -> Term:
+        """The same term with a coefficient that does not depend on t."""
+        return replace(self, sizes=tuple(1 if c == "t" else n for c, n in zip(self.letters, self.sizes, strict=True)))
+
 
 @dataclass(frozen=True)
 class Output:
@@ -133,6 +137,16 @@ class Output:
         if name not in views:
             raise KeyError(f"{self.name} has no term {name!r}; it has {list(views)}")
         return views[name]
+
+    def with_shared_Wb(self) -> Output:
+        """This output with one coefficient of [Wb]^(i,t)(t) for all t."""
+        return replace(self, terms=tuple(term.with_one_t() if term.name == "Wb" else term for term in self.terms))
+
+    def columns_around_Wb(self) -> tuple[int, int, int]:
+        """How many columns come before those of [Wb], how many they are, and how many follow."""
+        names, sizes = [term.name for term in self.terms], self.column_sizes
+        k = names.index("Wb") if "Wb" in names else len(names)
+        return sum(sizes[:k]), sum(sizes[k : k + 1]), sum(sizes[k + 1 :])
 
 
 @dataclass(frozen=True)

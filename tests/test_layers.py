@@ -481,3 +481,33 @@ def test_fused_activation_is_the_activation_after_the_layer(kind, activation, ba
 def test_unknown_activation_is_an_error():
     with pytest.raises(ValueError, match=r"activation must be None or one of .'relu', 'tanh', 'sin'.; found 'gelu'"):
         MagepEquivariant(WeightSpace((2, 5, 3)), 1, 1, activation="gelu")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [MagepEquivariant, MagepInvariant])
+@pytest.mark.parametrize("widths", [(2, 4, 3), (2, 4, 3, 5, 2)])
+def test_shared_Wb_is_one_coefficient_for_all_t(kind, widths, backend):
+    space = WeightSpace(widths)
+    shared = kind(space, 2, 3, share_Wb=True, backend=backend, dtype=torch.float64)
+    separate = kind(space, 2, 3, backend=backend, dtype=torch.float64)
+    with torch.no_grad():
+        separate.psi.copy_(shared.psi)
+        for index, output in enumerate(separate.table.outputs):
+            for term in output.terms:
+                separate._coefficient(index, term.name).copy_(shared._coefficient(index, term.name))
+    features = random_features(space)
+    output, grads = gradients(shared, features)
+    expected, expected_grads = gradients(separate, features)
+    assert_same(output, expected, 1e-12)
+    count = 2 * space.num_layers
+    for x, y in zip(grads[:count], expected_grads[:count], strict=True):
+        assert_same(x, y, 1e-12)
+    for index, (x, y) in enumerate(zip(grads[count:-1], expected_grads[count:-1], strict=True)):
+        for term in separate.table.outputs[index].terms:
+            one = shared.storage.outputs[index].coefficient(x, term.name)
+            each = separate.table.outputs[index].coefficient(y, term.name)
+            assert_same(one, each.sum(2, keepdim=True) if term.name == "Wb" else each, 1e-12)
+
+
+def test_shared_Wb_is_said():
+    assert "share_Wb=True" in repr(MagepInvariant(WeightSpace((2, 4, 4, 3)), 2, 3, share_Wb=True))
