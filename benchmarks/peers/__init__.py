@@ -83,7 +83,7 @@ def peers(subset: Subset) -> list[Peer]:
         ("NP", "np", {}, "permutation"),
         ("HNP", "hnp", {}, "permutation"),
         ("GNN", "gnn", {}, "permutation"),
-        ("GNN, 32 channels", "gnn", {"channels": 32}, "permutation"),
+        ("GNN-32", "gnn", {"channels": 32}, "permutation"),
         ("ScaleGMN", "scalegmn", {"subset": subset}, scaled),
         ("Monomial-NFN", "monomial", {"subset": subset}, scaled),
     ]
