@@ -20,7 +20,7 @@ from benchmarks import process_peak
 from benchmarks.layers import disagreement
 from benchmarks.measure import count_ops, peak_memory, set_threads, timing
 from benchmarks.peers import PAPER, PaperRow, Subset, peers
-from benchmarks.report import append_rows, environment, wide_console
+from benchmarks.report import append_rows, check_columns, environment, wide_console
 from benchmarks.tables_report import Row, describe, draw, number, write_markdown
 from benchmarks.training import Dataset, Trainer
 from benchmarks.zoo import CNN, make_accuracies, make_classes, make_networks, read_zoo
@@ -243,8 +243,11 @@ def process_peaks(run: Run, table: str, entries: list[Entry], tick: Callable[[],
         finally:
             tick()
 
-    with ThreadPoolExecutor(2) as pool:
+    pool = ThreadPoolExecutor(2)
+    try:
         return dict(zip([entry.name for entry in entries], pool.map(measure, entries), strict=True))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def disagreements(subjects: Iterable[Subject]) -> dict[str, float]:
@@ -337,17 +340,25 @@ def run_quick(run: Run, table: str) -> None:
     except KeyboardInterrupt:
         interrupted = True
     medians = {s.entry.name: timing(s.seconds).p50 for s in subjects if s.seconds and not s.failure}
+    found: dict[str, Row] = {}
+
+    def note(subject: Subject) -> None:
+        if subject.seconds:
+            found[subject.entry.name] = found_in(subject, peaks.get(subject.entry.name))
+
+    guarded(subjects, note)
     for subject in subjects:
         name = subject.entry.name
         if subject.failure:
             rows.append(run.row(table, subject.entry, subject.failure, {}))
-        elif subject.seconds:
-            found = found_in(subject, peaks.get(name))
-            found["run_s"] = round(medians[name] * work.steps, 4)
-            found["speed_up"] = speed_up(name, medians.get(REFERENCE), medians[name], errors.get(name))
-            found["error"] = f"{errors[name]:.1e}" if name in errors else ""
+        elif name in found:
+            found[name] |= {
+                "run_s": round(medians[name] * work.steps, 4),
+                "speed_up": speed_up(name, medians.get(REFERENCE), medians[name], errors.get(name)),
+                "error": f"{errors[name]:.1e}" if name in errors else "",
+            }
             status = f"interrupted after {rounds} of {run.repeats} rounds" if interrupted else "ok"
-            rows.append(run.row(table, subject.entry, status, found))
+            rows.append(run.row(table, subject.entry, status, found[name]))
     finished = run.finished(table)
     run.keep([row for row in rows if row["model"] not in finished])
     run.progress.remove_task(task)
@@ -411,7 +422,8 @@ def resume(run: Run) -> None:
     rows = [
         row
         for row in rows
-        if all(row[key] == value for key, value in same.items())
+        if row["table"] in WORKS
+        and all(row[key] == value for key, value in same.items())
         and row["inputs"] == run.inputs(WORKS[str(row["table"])])
     ]
     if not rows:
@@ -442,6 +454,9 @@ def main(arguments: argparse.Namespace) -> None:
             console=console,
             progress=progress,
         )
+        check_columns(
+            run.path, run.row(tables[0], WORKS[tables[0]].entries()[0], "", {})
+        )  # before anything is measured
         if arguments.resume:
             resume(run)
         try:

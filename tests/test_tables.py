@@ -126,6 +126,7 @@ def test_the_paper_s_figures_stand_beside_ours():
         (Entry("bad", lambda space: 1 / 0), "failed: ZeroDivisionError: division by zero"),
         (Entry("bad", partial(Rival, raises=RuntimeError("at the start"), at=1)), "failed: RuntimeError: at the start"),
         (Entry("bad", partial(Rival, raises=RuntimeError("later"), at=4)), "failed: RuntimeError: later"),
+        (Entry("bad", partial(Rival, raises=RuntimeError("at last"), at=5)), "failed: RuntimeError: at last"),
     ],
 )
 def test_a_model_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, entry, message):
@@ -232,6 +233,13 @@ def test_the_compiled_form_runs(tmp_path, monkeypatch):
     assert row["status"] == "ok" and row["ops"] == "" and float(row["p50_ms"]) > 0
     assert "slow" not in [row["model"] for row in run(tmp_path)]
     assert "slow" in [row["model"] for row in run(tmp_path, "--models", "slow")]
+
+
+def test_a_csv_of_another_kind_is_refused_before_anything_is_measured(tmp_path):
+    (tmp_path / "tables.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="Move it away or give another folder"):
+        run(tmp_path)
+    assert Rival.calls == 0
 
 
 def test_durations():
