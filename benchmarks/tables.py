@@ -94,7 +94,7 @@ def cnn_zoo(subset: Subset, networks: int) -> Work:
 
 
 def siren(name: str, outputs: int, config: Config) -> Work:
-    title = f"{name} SIRENs 2-32-32-{outputs}, MAGEP without Fourier features: batch 32, 200000 steps"
+    title = f"{name} SIRENs 2-32-32-{outputs}: MAGEP without Fourier features, batch 32, 200000 steps"
     return Work(title, WeightSpace((2, 32, 32, outputs)), config, 45_000, 32, 200_000, nn.functional.cross_entropy)
 
 

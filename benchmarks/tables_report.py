@@ -111,6 +111,9 @@ def write_markdown(path: Path, titles: dict[str, str], rows: list[Row], where: d
     path.write_text("\n".join(lines))
 
 
+OTHERS, PAPERS, FASTEST = "tab:blue", "lightgray", "tab:orange"
+
+
 def draw(folder: Path, titles: dict[str, str], rows: list[Row]) -> list[Path]:
     """runtime.png and memory.png, bars on log axes, and scatter.png, one against the other; the tables side by side."""
     import matplotlib
@@ -118,48 +121,64 @@ def draw(folder: Path, titles: dict[str, str], rows: list[Row]) -> list[Path]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [row for row in rows if number(row["p50_ms"]) is not None]
-    tables = list(dict.fromkeys(str(row["table"]) for row in rows))
+    tables: dict[str, list[Row]] = {}
+    for row in rows:
+        if number(row["p50_ms"]) is not None:
+            tables.setdefault(str(row["table"]), []).append(row)
     if not tables:
         return []
     folder.mkdir(parents=True, exist_ok=True)
-    bars = {
-        "runtime": (("run_s", "this machine"), ("paper_a100_run_s", "paper, A100"), "seconds for the whole run"),
-        "memory": (("process_mb", "this machine, process"), ("paper_a100_mb", "paper, A100"), "peak MB"),
-    }
+    longest = max(map(len, tables.values()))
+    size = (5.5 * len(tables), 1.6 + 0.42 * longest)
     paths = []
-    for name, (ours, paper, label) in bars.items():
-        figure, grid = pyplot.subplots(1, len(tables), figsize=(5.5 * len(tables), 4.8), squeeze=False)
-        for axes, table in zip(grid[0], tables, strict=True):
-            chosen = [row for row in rows if row["table"] == table]
-            for shift, (column, legend) in zip((0.2, -0.2), (ours, paper), strict=True):
-                points = [(k + shift, number(row[column])) for k, row in enumerate(chosen)]
-                kept = [(y, x) for y, x in points if x is not None]
-                if kept:
-                    axes.barh([y for y, _ in kept], [x for _, x in kept], height=0.38, label=legend)
+    for name, ours, papers, label, form in (
+        ("runtime", "run_s", "paper_a100_run_s", "whole run, seconds (gray: the paper's, on an A100)", duration),
+        ("memory", "process_mb", "paper_a100_mb", "peak of the process, MB (gray: the paper's, on an A100)", whole),
+    ):
+        figure, grid = pyplot.subplots(1, len(tables), figsize=size, squeeze=False)
+        for axes, (table, chosen) in zip(grid[0], tables.items(), strict=True):
+            for column, shift in ((ours, -0.2), (papers, 0.2)):
+                for k, row in enumerate(chosen):
+                    x = number(row[column])
+                    if x is None:
+                        continue
+                    colour = PAPERS if column == papers else FASTEST if row is fastest(chosen) else OTHERS
+                    axes.barh(k + shift, x, height=0.38, color=colour)
+                    axes.annotate(
+                        form(x), (x, k + shift), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7
+                    )
             axes.set(xscale="log", xlabel=label, title=titles[table].partition(":")[0])
+            low, high = axes.get_xlim()
+            axes.set_xlim(low / 3, high * 3)
+            axes.set_ylim(longest - 0.4, -0.6)
             axes.set_yticks(range(len(chosen)), [str(row["model"]) for row in chosen])
-            axes.invert_yaxis()
             axes.grid(axis="x", alpha=0.3)
-            axes.legend(loc="lower right", fontsize=8)
-        figure.tight_layout()
         paths.append(folder / f"{name}.png")
+        figure.tight_layout()
         figure.savefig(paths[-1], dpi=110)
         pyplot.close(figure)
-    figure, grid = pyplot.subplots(1, len(tables), figsize=(5.5 * len(tables), 4.8), squeeze=False)
-    for axes, table in zip(grid[0], tables, strict=True):
-        for row in (row for row in rows if row["table"] == table):
+    figure, grid = pyplot.subplots(1, len(tables), figsize=(size[0], 4.8), squeeze=False)
+    for axes, (table, chosen) in zip(grid[0], tables.items(), strict=True):
+        for row in chosen:
             x, y = number(row["p50_ms"]), number(row["peak_mb"])
-            if x is None or y is None:
-                continue
-            axes.scatter(x, y)
+            axes.scatter(x, y, color=FASTEST if row is fastest(chosen) else OTHERS)
             axes.annotate(str(row["model"]), (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
-        axes.set(xscale="log", yscale="log", xlabel="ms per training step", ylabel="peak MB of a step")
+        axes.set(
+            xscale="log", yscale="log", xlabel="ms per training step", ylabel="peak MB of torch's allocator in a step"
+        )
         axes.set_title(titles[table].partition(":")[0])
-        axes.margins(0.2)
+        axes.margins(0.3)
         axes.grid(alpha=0.3)
-    figure.tight_layout()
     paths.append(folder / "scatter.png")
+    figure.tight_layout()
     figure.savefig(paths[-1], dpi=110)
     pyplot.close(figure)
     return paths
+
+
+def whole(x: float | None) -> str:
+    return "–" if x is None else f"{x:.0f}"
+
+
+def fastest(rows: list[Row]) -> Row:
+    return min(rows, key=lambda row: number(row["p50_ms"]) or 0)
