@@ -120,10 +120,10 @@ class Subject:
         self.seconds: list[float] = []
         self.failure = ""
 
-    def outputs_and_gradients(self) -> list[Tensor]:
-        """Of the first batch; dropout, if any, drops the same for everyone."""
+    def outputs_and_gradients(self, batch_size: int) -> list[Tensor]:
+        """Of the first networks; dropout, if any, drops the same for everyone."""
         trainer = self.trainer
-        networks, targets = trainer.data.batch(torch.arange(trainer.batch_size, device=self.device))
+        networks, targets = trainer.data.batch(torch.arange(batch_size, device=self.device))
         torch.manual_seed(1)
         output = trainer.model(networks)
         trained = [p for p in trainer.model.parameters() if p.requires_grad]
@@ -255,8 +255,9 @@ def disagreements(subjects: Iterable[Subject]) -> dict[str, float]:
     forms = {s.entry.name: s for s in subjects if s.entry.name in (REFERENCE, COMPILED, FUSED)}
     if REFERENCE not in forms:
         return {}
-    expected = forms[REFERENCE].outputs_and_gradients()
-    return {name: disagreement(subject.outputs_and_gradients(), expected) for name, subject in forms.items()}
+    size = forms[REFERENCE].trainer.batch_size
+    expected = forms[REFERENCE].outputs_and_gradients(size)
+    return {name: disagreement(subject.outputs_and_gradients(size), expected) for name, subject in forms.items()}
 
 
 def speed_up(name: str, reference: float | None, own: float, error: float | None) -> float | str:
@@ -274,7 +275,7 @@ def prepare(run: Run, table: str, entry: Entry, data: Dataset, peak: float | str
         return run.row(table, entry, peak, {})
     try:
         subject = Subject(WORKS[table], entry, data, run.device)
-        subject.outputs_and_gradients()  # compiles what there is to compile
+        subject.outputs_and_gradients(WORKS[table].batch_size)  # compiles what there is to compile
         return subject
     except Exception as error:
         return run.row(table, entry, reason(error), {})
@@ -391,6 +392,8 @@ def train_fully(run: Run, table: str, entry: Entry, data: Dataset, tick: Callabl
     if entry.name in (COMPILED, FUSED):
         literal = next(other for other in work.entries() if other.name == REFERENCE)
         error = disagreements([Subject(work, literal, data, run.device), subject])[entry.name]
+    for size in {work.batch_size, len(data) % work.batch_size} - {0}:
+        subject.outputs_and_gradients(size)  # compiling is not part of the run
     start = time.perf_counter()
     for _ in range(work.steps):
         subject.seconds.append(subject.timed_step())

@@ -1,4 +1,4 @@
-"""What several rivals share: nfn's form of features, and the pool and MLP at the end."""
+"""The pool and the MLP that several rivals end in."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Monomial-NFN (Tran et al. 2024): three linear monomial-equivariant layers of 16, 16 and 5 channels, features that no
-scale (ReLU) or sign (tanh) changes, their means, and an MLP."""
+scale (ReLU) or sign (tanh) changes, their means, and an MLP.
+
+In its literal form, one einsum per term, as its authors run it; the fused kernels of this package would speed it up too.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,9 @@ class Magnitude(nn.Module):
 
 def build(space: WeightSpace, subset: Subset) -> nn.Module:
     layers = [
-        MonomialEquivariant(space, d, e, out_taps=space.taps, activation=subset, init="xavier_normal")
+        MonomialEquivariant(
+            space, d, e, out_taps=space.taps, activation=subset, init="xavier_normal", backend="reference"
+        )
         for d, e in pairwise(CHANNELS)
     ]
     invariants = Normalise(space, CHANNELS[-1]) if subset == "relu" else Magnitude()
