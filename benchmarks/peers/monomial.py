@@ -1,7 +1,7 @@
 """Monomial-NFN (Tran et al. 2024): three linear monomial-equivariant layers of 16, 16 and 5 channels, features that no
 scale (ReLU) or sign (tanh) changes, their means, and an MLP.
 
-In its literal form, one einsum per term, as its authors run it; the fused kernels of this package would speed it up too.
+In its literal form, one einsum per term, as its authors run it: a rival is not sped up by this package's kernels.
 """
 
 from __future__ import annotations
