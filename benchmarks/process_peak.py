@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
@@ -34,11 +35,16 @@ def main(table: str, model: str, device: str, threads: str) -> None:
     subject = Subject(work, entry, data, torch.device(device))
     for _ in range(STEPS):
         subject.trainer.step()
-    if device.startswith("cuda"):
-        print(torch.cuda.max_memory_reserved() / 1e6)
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6)
+    print((torch.cuda.max_memory_reserved() if device.startswith("cuda") else peak_bytes()) / 1e6)
+
+
+def peak_bytes() -> int:
+    """The most memory this process has held. On Linux from /proc: getrusage there starts from the parent's peak."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 if __name__ == "__main__":
