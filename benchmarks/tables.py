@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -292,7 +294,10 @@ def guarded(subjects: Iterable[Subject], action: Callable[[Subject], object]) ->
 
 
 def found_in(subject: Subject, peak: float | str | None) -> Row:
-    """What is known of a subject after its steps were timed."""
+    """What is known of a subject after its steps were timed. One that does not train has no time worth reporting."""
+    loss = subject.trainer.step().item()
+    if not math.isfinite(loss):
+        raise ArithmeticError(f"the loss is {loss} after {len(subject.seconds)} timed steps")
     measured = timing(subject.seconds)
     return {
         "repeats": len(subject.seconds),
@@ -376,15 +381,15 @@ def run_full(run: Run, table: str) -> None:
         assert data is not None
         task = run.progress.add_task(f"{table}: {entry.name}", total=WORKS[table].steps)
         try:
-            row = train_fully(run, table, entry, data, lambda: run.progress.advance(task))  # noqa: B023
+            row = train_fully(run, table, entry, data, partial(run.progress.advance, task))
         except Exception as error:
             row = run.row(table, entry, reason(error), {})
         run.keep([row])
         run.progress.remove_task(task)
 
 
-def train_fully(run: Run, table: str, entry: Entry, data: Dataset, tick: Callable[[], object]) -> Row:
-    """The row of one system after all the steps of the paper's run."""
+def train_fully(run: Run, table: str, entry: Entry, data: Dataset, advance: Callable[[float], object]) -> Row:
+    """The row of one system after all the steps of the paper's run; `advance` is told how many more are done."""
     work = WORKS[table]
     peak = round(process_peak.measure(table, entry.name, str(run.device), run.threads), 1)
     subject = Subject(work, entry, data, run.device)
@@ -395,9 +400,10 @@ def train_fully(run: Run, table: str, entry: Entry, data: Dataset, tick: Callabl
     for size in {work.batch_size, len(data) % work.batch_size} - {0}:
         subject.outputs_and_gradients(size)  # compiling is not part of the run
     start = time.perf_counter()
-    for _ in range(work.steps):
-        subject.seconds.append(subject.timed_step())
-        tick()
+    for done in range(0, work.steps, 50):
+        steps = min(50, work.steps - done)
+        subject.seconds += [subject.timed_step() for _ in range(steps)]
+        advance(steps)
     seconds = time.perf_counter() - start
     finished = run.finished(table).get(REFERENCE)
     reference = seconds if entry.name == REFERENCE else number(finished["run_s"]) if finished else None

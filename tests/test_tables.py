@@ -1,4 +1,5 @@
 import csv
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -37,6 +38,11 @@ class Rival(nn.Module):
         if self.raises is not None and self.count == self.at:
             raise self.raises
         return self.net(features.biases[-1].flatten(1))
+
+
+class Diverging(Rival):
+    def forward(self, features):
+        return super().forward(features) * (torch.nan if self.count > 2 else 1)
 
 
 class TinyWork(Work):
@@ -135,6 +141,15 @@ def test_a_model_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, entr
     assert rows["bad"]["status"] == message and rows["bad"]["p50_ms"] == ""
     assert [rows[name]["status"] for name in ("rival", REFERENCE, FUSED)] == ["ok"] * 3
     assert message in (tmp_path / "tables.md").read_text()
+
+
+@pytest.mark.parametrize("mode", ["--quick", "--full"])
+def test_a_model_that_does_not_train_has_no_time(tmp_path, monkeypatch, tiny, mode):
+    with_extra(monkeypatch, Entry("bad", Diverging))
+    monkeypatch.setattr(tables, "WORKS", {"tiny": replace(tiny, loss=nn.functional.mse_loss)})
+    rows = {row["model"]: row for row in run(tmp_path, mode, "--tables", "tiny")}
+    assert rows["bad"]["status"].startswith("failed: ArithmeticError: the loss is nan after")
+    assert rows["bad"]["p50_ms"] == "" and rows["rival"]["status"] == "ok"
 
 
 def test_a_model_that_kills_its_process_is_not_run_in_this_one(tmp_path, monkeypatch):
