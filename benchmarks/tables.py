@@ -6,6 +6,7 @@ import argparse
 import csv
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -443,6 +444,7 @@ def resume(run: Run) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     console = wide_console()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\._inductor")  # of torch about itself
     tables = arguments.tables or (["relu", "tanh"] if arguments.full else list(WORKS))
     names = list(dict.fromkeys(entry.name for table in tables for entry in WORKS[table].entries()))
     unknown = [name for name in arguments.models or [] if name not in names]

@@ -92,7 +92,8 @@ def describe(title: str, rows: list[Row], where: dict[str, str]) -> Table:
     """One table for the console."""
     table = Table(title=title, caption=caption(rows, where))
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "model" else "right", no_wrap=column == "model")
+        is_name = column == "model"
+        table.add_column(column, justify="left" if is_name else "right", min_width=15 if is_name else None)
     for row in rows:
         table.add_row(*cells(row))
     return table
