@@ -29,6 +29,7 @@ from benchmarks.training import Dataset, Trainer
 from benchmarks.zoo import CNN, make_accuracies, make_classes, make_networks, read_zoo
 from magep_fast import WeightSpace
 from magep_fast.models import CIFAR10, MNIST, CnnGeneralization, Config
+from magep_fast.ops.backends import choose_backend
 
 REFERENCE, COMPILED, FUSED = "MAGEP-reference", "MAGEP-compiled", "MAGEP-fused"
 TOLERANCE = 1e-3
@@ -41,6 +42,7 @@ class Entry:
     """A row to be: what to build, and the paper's figures for it.
 
     Args:
+        backend: of the MAGEP layers, if it has any.
         compiled: run it through torch.compile.
         slow_to_build: left out of a quick run unless it is asked for by name.
     """
@@ -48,6 +50,7 @@ class Entry:
     name: str
     build: Callable[[WeightSpace], nn.Module]
     paper: PaperRow = NOT_IN_PAPER
+    backend: str = ""
     compiled: bool = False
     slow_to_build: bool = False
 
@@ -73,14 +76,17 @@ class Work:
         """The rows: rivals first, MAGEP in its literal form, the same compiled, and fused."""
         literal = replace(self.config, backend="reference").build
         if self.subset is None:
-            return [Entry(REFERENCE, literal), Entry(FUSED, self.config.build)]
+            return [
+                Entry(REFERENCE, literal, backend="reference"),
+                Entry(FUSED, self.config.build, backend=self.config.backend),
+            ]
         paper = PAPER[self.subset]["MAGEP"]
         return [
             *(Entry(peer.name, peer.build, peer.paper) for peer in peers(self.subset)),
-            Entry(REFERENCE, literal, paper),
+            Entry(REFERENCE, literal, paper, "reference"),
             # Minutes to compile: a quick run does so once.
-            Entry(COMPILED, literal, paper, compiled=True, slow_to_build=self.subset != "relu"),
-            Entry(FUSED, self.config.build, paper),
+            Entry(COMPILED, literal, paper, "reference", compiled=True, slow_to_build=self.subset != "relu"),
+            Entry(FUSED, self.config.build, paper, self.config.backend),
         ]
 
     def made_networks(self, count: int) -> Dataset:
@@ -212,6 +218,7 @@ class Run:
             "mode": self.mode,
             "table": table,
             "model": entry.name,
+            "backend": entry.backend and choose_backend(entry.backend, self.device, torch.float32).name,
             "status": status,
             **{column: found.get(column, "") for column in (*measured, "parameters", "ops", "error")},
             "paper_parameters": "" if paper.parameters is None else round(paper.parameters * 1e6),

@@ -9,7 +9,7 @@ from torch import nn
 from benchmarks import process_peak, tables
 from benchmarks.tables import COMPILED, FUSED, REFERENCE, WORKS, Entry, Work
 from benchmarks.tables_report import COLUMNS, cells, duration
-from magep_fast import WeightSpace
+from magep_fast import WeightSpace, available_backends
 from magep_fast.models import CnnGeneralization, mlp
 
 SPACE = WeightSpace((1, 4, 3), (9, 1))
@@ -17,7 +17,7 @@ MEASURED = ["repeats", "p20_ms", "p50_ms", "p80_ms", "run_s", "speed_up", "peak_
 PAPER = ["paper_parameters", "paper_a100_run_s", "paper_a100_mb"]
 ENVIRONMENT = ["time", "cpu", "threads", "python", "torch", "magep_fast"]
 CSV_COLUMNS = [
-    *["run", "mode", "table", "model", "status", *MEASURED, "parameters", "ops", "error"],
+    *["run", "mode", "table", "model", "backend", "status", *MEASURED, "parameters", "ops", "error"],
     *[*PAPER, "inputs", "batch", "steps", "device", *ENVIRONMENT],
 ]
 
@@ -51,7 +51,12 @@ class TinyWork(Work):
     def entries(self):
         literal = CnnGeneralization(channels=2, hidden=4, backend="reference").build
         fused = CnnGeneralization(channels=2, hidden=4).build
-        return [*self.extra, Entry("rival", Rival), Entry(REFERENCE, literal), Entry(FUSED, fused)]
+        return [
+            *self.extra,
+            Entry("rival", Rival),
+            Entry(REFERENCE, literal, backend="reference"),
+            Entry(FUSED, fused, backend="auto"),
+        ]
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +103,7 @@ def test_quick_run_writes_csv_markdown_and_plots(tmp_path):
     rows = run(tmp_path)
     assert list(rows[0]) == CSV_COLUMNS
     assert [row["model"] for row in rows] == ["rival", REFERENCE, FUSED]
+    assert [row["backend"] for row in rows] == ["", "reference", available_backends()[-1]]
     for row in rows:
         assert row["status"] == "ok" and row["mode"] == "quick" and row["inputs"] == "made here"
         assert 0 < float(row["p20_ms"]) <= float(row["p50_ms"]) <= float(row["p80_ms"])
