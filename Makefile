@@ -37,7 +37,8 @@ sanitize: $(STAMP)
 	$(call RUN_CTEST,build/sanitize,-DMAGEP_SANITIZE=ON)
 
 tables: $(STAMP)
-	$(BIN)/python -m benchmarks layers
+	$(BIN)/python -m benchmarks tables
+	$(BIN)/python -m benchmarks layers --repeats 10
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmarks import layers, scaling
+from benchmarks import layers, scaling, tables
 
 
 def main() -> None:
@@ -10,6 +10,7 @@ def main() -> None:
     commands = parser.add_subparsers(required=True, metavar="command")
     layers.add_arguments(commands.add_parser("layers", help="one layer, implementation against implementation"))
     scaling.add_arguments(commands.add_parser("scaling", help="cost against width, depth, channels and batch"))
+    tables.add_arguments(commands.add_parser("tables", help="the paper's efficiency tables, with every rival system"))
     arguments = parser.parse_args()
     arguments.run(arguments)
 

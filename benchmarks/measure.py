@@ -39,10 +39,11 @@ def time_interleaved(
             function()
             seconds.append(time.perf_counter() - start)
         progress()
-    return [_timing(seconds) for seconds in times]
+    return [timing(seconds) for seconds in times]
 
 
-def _timing(seconds: list[float]) -> Timing:
+def timing(seconds: list[float]) -> Timing:
+    """The percentiles of a list of times."""
     cuts = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9
     return Timing(cuts[1], cuts[4], cuts[7])
 

@@ -38,20 +38,25 @@ def environment() -> dict[str, str]:
     }
 
 
-def append_rows(path: Path, rows: list[dict[str, object]]) -> None:
-    """Adds rows to a CSV, which is created with a header; a file with other columns is not touched."""
-    if not rows:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    columns = [*rows[0], *environment()]
+def check_columns(path: Path, row: dict[str, object]) -> None:
+    """Raises ValueError if there is a CSV at `path` with other columns than those of the row and the environment."""
+    columns = [*row, *environment()]
     if path.exists():
         with path.open(newline="") as file:
             found = next(csv.reader(file), [])
         if found != columns:
             raise ValueError(f"{path} has the columns {found}; expected {columns}. Move it away or give another folder")
+
+
+def append_rows(path: Path, rows: list[dict[str, object]]) -> None:
+    """Adds rows to a CSV, which is created with a header; a file with other columns is not touched."""
+    if not rows:
+        return
+    check_columns(path, rows[0])
+    path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns)
+        writer = csv.DictWriter(file, [*rows[0], *environment()])
         if new:
             writer.writeheader()
         writer.writerows(row | environment() for row in rows)

@@ -1,0 +1,39 @@
+"""PyPI's `nfn` behind WeightFeatures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+from nfn.common import ArraySpec, NetworkSpec, WeightSpaceFeatures
+from torch import nn
+
+from magep_fast import WeightFeatures, WeightSpace
+
+
+def network_spec(space: WeightSpace) -> NetworkSpec:
+    """nfn's description of a space; taps are a kernel of taps × 1."""
+    shapes = [(n, m) if f == 1 else (n, m, f, 1) for (m, n), f in zip(pairwise(space.widths), space.taps, strict=True)]
+    return NetworkSpec([ArraySpec(shape) for shape in shapes], [ArraySpec((n,)) for n in space.widths[1:]])
+
+
+class ToNfn(nn.Module):
+    """WeightFeatures in nfn's class: taps leave the channels, `[B, C·taps, n, m]` becomes `[B, C, n, m, taps, 1]`."""
+
+    def __init__(self, space: WeightSpace):
+        super().__init__()
+        self.taps = space.taps
+
+    def forward(self, features: WeightFeatures) -> WeightSpaceFeatures:
+        weights = [
+            w if f == 1 else w.unflatten(1, (-1, f, 1)).permute(0, 1, 4, 5, 2, 3)
+            for w, f in zip(features.weights, self.taps, strict=True)
+        ]
+        return WeightSpaceFeatures(weights, features.biases)
+
+
+class Chain(nn.Sequential):
+    """Layers in nfn's form that take WeightFeatures."""
+
+    def __init__(self, space: WeightSpace, layers: Iterable[nn.Module]):
+        super().__init__(ToNfn(space), *layers)

@@ -1,0 +1,71 @@
+"""The training loop that every row of the tables runs: data in memory, one gather per batch, fused Adam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from magep_fast import WeightFeatures
+
+
+class Dataset:
+    """Networks of one space as the rows of one matrix `[N, numbers]`, and a target for each."""
+
+    def __init__(self, networks: WeightFeatures, targets: Tensor):
+        self.rows = torch.cat([x.flatten(1) for x in networks.tensors()], dim=1)
+        self.targets = targets
+        self.shapes = [x.shape[1:] for x in networks.tensors()]
+        self.sizes = [shape.numel() for shape in self.shapes]
+
+    def __len__(self) -> int:
+        return self.rows.shape[0]
+
+    def to(self, device: torch.device) -> Dataset:
+        self.rows, self.targets = self.rows.to(device), self.targets.to(device)
+        return self
+
+    def batch(self, index: Tensor) -> tuple[WeightFeatures, Tensor]:
+        """The networks `index` as views of one copy, and their targets."""
+        parts = self.rows.index_select(0, index).split(self.sizes, dim=1)
+        tensors = [part.view(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        L = len(tensors) // 2
+        return WeightFeatures(tensors[:L], tensors[L:]), self.targets.index_select(0, index)
+
+
+class Trainer:
+    """Adam on batches in random order, epoch after epoch: `step()` is one batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Dataset,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        batch_size: int,
+        learning_rate: float = 1e-3,
+        seed: int = 0,
+    ):
+        self.model, self.data, self.loss, self.batch_size = model, data, loss, batch_size
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimiser = torch.optim.Adam(trained, lr=learning_rate, fused=True)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.batches = self._batches()
+
+    def _batches(self) -> Iterator[Tensor]:
+        while True:
+            order = torch.randperm(len(self.data), generator=self.generator)
+            yield from order.to(self.data.rows.device).split(self.batch_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.data) // self.batch_size)
+
+    def step(self) -> Tensor:
+        """Forward, loss, backward, Adam; the loss, left on the device."""
+        networks, targets = self.data.batch(next(self.batches))
+        loss = self.loss(self.model(networks), targets)
+        self.optimiser.zero_grad()
+        loss.backward()
+        self.optimiser.step()
+        return loss.detach()

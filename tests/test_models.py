@@ -1,0 +1,123 @@
+import pytest
+import torch
+from torch import nn
+
+from magep_fast import GroupElement, WeightSpace, from_modules
+from magep_fast.models import CIFAR10, MNIST, CnnGeneralization, FashionClassification, InrClassification, StyleEditing
+from tests.helpers import BACKENDS, assert_same, random_features
+
+CNN = WeightSpace((1, 16, 16, 16, 10), (9, 9, 9, 1))
+GRAY = WeightSpace((2, 32, 32, 1))
+COLOUR = WeightSpace((2, 32, 32, 3))
+
+
+def count(model):
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("config", "space", "millions"),
+    [
+        (CnnGeneralization(activation="relu"), CNN, 0.99),
+        (CnnGeneralization(activation="tanh"), CNN, 0.99),
+        (InrClassification(channels=128, fourier=256), GRAY, 4.1),
+        (InrClassification(channels=64, fourier=256), COLOUR, 3.4),
+        (FashionClassification(), GRAY, 4.9),
+        (StyleEditing(), GRAY, 4.1),
+        (StyleEditing(), COLOUR, 4.1),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_parameter_counts_are_the_paper_s(config, space, millions):
+    assert count(config.build(space)) == pytest.approx(millions * 1e6, rel=0.02)
+
+
+def test_with_frozen_connections_the_cnn_model_has_as_many_parameters_as_the_authors():
+    model = CnnGeneralization(learn_psi=False).build(CNN)
+    connections = model[3].psi.numel()  # the authors train those of the invariant layer
+    assert count(model) + connections == 998_121
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("activation", "kind"), [("relu", "positive"), ("tanh", "sign")])
+def test_cnn_model_is_invariant_to_its_group(activation, kind, backend):
+    space = WeightSpace((1, 6, 5, 4, 3), (9, 9, 9, 1))
+    model = CnnGeneralization(activation=activation, channels=4, hidden=8, backend=backend).build(space).double()
+    features = random_features(space, channels=1)
+    g = GroupElement.sample(space, kind, batch_size=2)
+    y = model(features)
+    assert y.shape == (2, 1) and ((y > 0) & (y < 1)).all()
+    assert_same(model(g @ features), y, 1e-10)
+
+
+@pytest.mark.parametrize(
+    "config", [InrClassification(channels=4, hidden=8), FashionClassification(channels=4, hidden=8)]
+)
+def test_classifiers_are_invariant_to_signs(config):
+    model = config.build(GRAY).double().eval()
+    features = random_features(GRAY, channels=1)
+    g = GroupElement.sample(GRAY, "sign", batch_size=2)
+    y = model(features)
+    assert y.shape == (2, 10)
+    assert_same(model(g @ features), y, 1e-8)
+
+
+def test_fourier_features_of_raw_weights_leave_permutations_only():
+    model = InrClassification(channels=4, hidden=8, fourier=16).build(GRAY).double().eval()
+    features = random_features(GRAY, channels=1)
+    y = model(features)
+    assert_same(model(GroupElement.sample(GRAY, "permutation") @ features), y, 1e-10)
+    assert (model(GroupElement.sample(GRAY, "sign") @ features) - y).abs().max() > 1e-3 * y.abs().max()
+
+
+def test_editing_starts_near_the_input_and_is_equivariant():
+    model = StyleEditing(np_channels=8).build(COLOUR).double()
+    features = random_features(COLOUR, channels=1)
+    edited = model(features)
+    g = GroupElement.sample(COLOUR, "permutation", batch_size=2)
+    assert_same(model(g @ features), g @ edited, 1e-8)
+    for x, y in zip(edited.tensors(), features.tensors(), strict=True):
+        assert 0 < (x - y).abs().max() < 0.1 * y.abs().max()
+
+
+def fresh_cnns(number):
+    return from_modules(
+        nn.Sequential(
+            *(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU()),
+            *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)),
+        )
+        for _ in range(number)
+    )
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+def test_fresh_cnn_model_tells_fresh_cnns_apart(activation):
+    features = fresh_cnns(16)
+
+    def spread(init):
+        torch.manual_seed(0)
+        return CnnGeneralization(activation=activation, init=init).build(CNN)[:-1](features).std().item()
+
+    assert spread("unit") > 1e-3 > spread("xavier_normal")
+
+
+@pytest.mark.parametrize(("config", "space"), [(MNIST, GRAY), (CIFAR10, COLOUR)])
+def test_siren_models_keep_a_sane_scale(config, space):
+    model = config.build(space).eval()
+    features = random_features(space, channels=1, batch_size=8, dtype=torch.float32)
+    invariants = model[:-1](features)
+    assert 0.1 < invariants.std() < 10
+    assert 0.01 < model(features).std(0).mean() < 5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_agree_on_a_training_step(backend):
+    features, target = fresh_cnns(4), torch.rand(4, 1)
+    found = []
+    for name in ("reference", backend):
+        torch.manual_seed(0)
+        model = CnnGeneralization(backend=name).build(CNN)
+        loss = nn.functional.binary_cross_entropy(model(features), target)
+        found.append((loss, *torch.autograd.grad(loss, [p for p in model.parameters()])))
+    for x, y in zip(*found, strict=True):
+        assert (x - y).abs().max() <= 1e-3 * y.abs().max() + 1e-9
