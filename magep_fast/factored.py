@@ -95,11 +95,15 @@ class Factors:
             elif term.name == "bW":
                 data = self.G[i, 0][1].mT * self.b[i].unsqueeze(-2)
             elif term.name == "Wb":
-                data = self.v[i].mT
+                data = self._Wb(i)
             else:
                 data = self.b[i].unsqueeze(-2)
             columns.append(rearrange(data, "b d q j -> b (q d) j"))
         return torch.cat(columns, dim=1)
+
+    def _Wb(self, i: int) -> Tensor:
+        """[Wb]^(i,t)(t) for t = 1 … i − 1, `[B, d, i − 1, n_i]`, or their sum where the coefficient is shared."""
+        return self.v[i].sum(-1).unsqueeze(-2) if self.table.share_Wb else self.v[i].mT
 
     def weight_part(self, name: str, i: int) -> Tensor:
         """[W], [WW] or [bW] of the weights of layer i, `[B, d, n_i, n_(i-1)]`."""
@@ -120,7 +124,7 @@ class Factors:
             elif term.name == "bW":
                 data = self.b[L].unsqueeze(-1) * self.G[L, 0][1]
             elif term.name == "Wb":
-                data = self.v[L].mT
+                data = self._Wb(L)
             elif term.name == "b":
                 data = self.b[L]
             elif term.name == "WW_pp":

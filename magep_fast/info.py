@@ -10,7 +10,7 @@ import torch
 
 import magep_fast
 from magep_fast.ops.backends import ENVIRONMENT_VARIABLE, backends, choose_backend
-from magep_fast.ops.library import missing_library, native_module
+from magep_fast.ops.library import instruction_set, missing_library, native_module
 
 
 def _version(package: str) -> str:
@@ -40,7 +40,8 @@ def report() -> str:
             f"CPU features  {', '.join(name for name, present in features.items() if present) or 'none known'}"
         )
     reason = missing_library()
-    lines.append(f"native ops    {'loaded' if reason is None else 'missing: ' + reason}")
+    loaded = f"loaded, CPU kernels: {instruction_set()}" if reason is None else f"missing: {reason}"
+    lines.append(f"native ops    {loaded}")
     lines.append("backends")
     for backend in backends():
         missing = backend.missing()

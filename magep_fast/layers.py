@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -19,17 +18,13 @@ from magep_fast.terms import GROUPS, NAMES, Table, equivariant_table, initialise
 
 
 class _PolynomialLayer(nn.Module):
-    """Parameters of a table: one matrix per output, and the connections `psi`.
-
-    `table` is what the operations are given, `storage` what the parameters hold: the same but for shared coefficients.
-    """
+    """Parameters of a table: one matrix per output, and the connections `psi`."""
 
     psi: nn.Parameter | None
 
     def __init__(
         self,
         table: Table,
-        share_Wb: bool,
         learn_psi: bool,
         init: str,
         backend: str,
@@ -38,17 +33,9 @@ class _PolynomialLayer(nn.Module):
     ):
         super().__init__()
         self.table = table
-        self.storage = table
-        if share_Wb:
-            self.storage = replace(table, outputs=tuple(output.with_shared_Wb() for output in table.outputs))
-            self._around_Wb = [output.columns_around_Wb() for output in self.storage.outputs]
-            self._repeats = [
-                full.columns_around_Wb()[1] // max(1, k)
-                for full, (_, k, _) in zip(table.outputs, self._around_Wb, strict=True)
-            ]
         self.init = init
         self.backend = check_backend(backend)
-        for output in self.storage.outputs:
+        for output in table.outputs:
             self.register_parameter(output.name, nn.Parameter(torch.empty(output.shape, device=device, dtype=dtype)))
         if table.pairs:
             self.psi = nn.Parameter(torch.empty(table.psi_shape, device=device, dtype=dtype), learn_psi)
@@ -58,7 +45,7 @@ class _PolynomialLayer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws all parameters anew, as `init` says."""
-        initialise(self.storage, self._stored(), self.psi, self.init)
+        initialise(self.table, self._matrices(), self.psi, self.init)
 
     def connection(self, kind: Literal["WW", "bW"], s: int, t: int) -> Tensor:
         """Ψ^(s,t) `[d, n_0, n_L]` for "WW", ψ^(s,t) `[d, n_L]` for "bW": a view of the parameter `psi`."""
@@ -67,35 +54,25 @@ class _PolynomialLayer(nn.Module):
             raise KeyError(f"no connection {(kind, s, t)}; there are {list(views)}")
         return views[kind, s, t]
 
-    def _stored(self) -> list[Tensor]:
+    def _matrices(self) -> list[Tensor]:
         return [getattr(self, output.name) for output in self.table.outputs]
 
-    def _matrices(self) -> list[Tensor]:
-        """The coefficients as the operations take them."""
-        if self.storage is self.table:
-            return self._stored()
-        matrices = self._stored()
-        for k, (sizes, times) in enumerate(zip(self._around_Wb, self._repeats, strict=True)):
-            if times > 1:  # among the columns of [Wb], t is outermost
-                before, shared, after = matrices[k].split(sizes, dim=1)
-                matrices[k] = torch.cat([before, *[shared] * times, after], dim=1)
-        return matrices
-
     def _coefficient(self, index: int, term: str) -> Tensor:
-        return self.storage.outputs[index].coefficient(self._stored()[index], term)
+        return self.table.outputs[index].coefficient(self._matrices()[index], term)
 
     def _check(self, features: WeightFeatures) -> None:
         if not isinstance(features, WeightFeatures):
             raise TypeError(f"{type(self).__name__} takes WeightFeatures; found {type(features).__name__}")
         features.check(self.table.space, self.table.in_channels)
-        parameter = self._stored()[0]
+        parameter = getattr(self, self.table.outputs[0].name)
         if features.device != parameter.device:
             raise ValueError(f"features are on {features.device} but the layer is on {parameter.device}: move one")
         cast = autocast_dtype(features) is not None and parameter.dtype != torch.float64
         if features.dtype != parameter.dtype and not cast:
+            other_way = f" or layer.to({features.dtype})" if features.dtype.is_floating_point else ""
             raise ValueError(
                 f"features are {features.dtype} but the layer's parameters are {parameter.dtype}: "
-                f"use features.to({parameter.dtype}) or layer.to({features.dtype})"
+                f"use features.to({parameter.dtype}){other_way}"
             )
 
     def extra_repr(self) -> str:
@@ -105,7 +82,7 @@ class _PolynomialLayer(nn.Module):
             parts.append(f"out_taps={table.out_taps}")
         group = next((repr(name) for name, names in GROUPS.items() if names == table.terms), None)
         parts.append(f"terms={group or '{' + ', '.join(name for name in NAMES if name in table.terms) + '}'}")
-        if self.storage is not table:
+        if table.share_Wb:
             parts.append("share_Wb=True")
         if self.psi is not None and not self.psi.requires_grad:
             parts.append("learn_psi=False")
@@ -151,8 +128,9 @@ class MagepEquivariant(_PolynomialLayer):
         dtype: torch.dtype | None = None,
     ):
         _check_channels(in_channels=in_channels, out_channels=out_channels)
-        table = equivariant_table(space, (1,) * space.num_layers, in_channels, out_channels, select_terms(terms))
-        super().__init__(table, share_Wb, learn_psi, init, backend, device, dtype)
+        taps = (1,) * space.num_layers
+        table = equivariant_table(space, taps, in_channels, out_channels, select_terms(terms), share_Wb)
+        super().__init__(table, learn_psi, init, backend, device, dtype)
         self.activation = _check_fused(activation)
 
     def coefficient(self, term: str, layer: int, output: Literal["weight", "bias"] = "weight") -> Tensor:
@@ -199,7 +177,7 @@ class MonomialEquivariant(MagepEquivariant):
         _check_channels(in_channels=in_channels, out_channels=out_channels)
         taps = space.with_taps(out_taps).taps
         table = equivariant_table(space, taps, in_channels, out_channels, select_terms("linear"))
-        _PolynomialLayer.__init__(self, table, False, False, init, backend, device, dtype)
+        _PolynomialLayer.__init__(self, table, False, init, backend, device, dtype)
         self.activation = _check_fused(activation)
 
 
@@ -224,8 +202,8 @@ class MagepInvariant(_PolynomialLayer):
         dtype: torch.dtype | None = None,
     ):
         _check_channels(in_channels=in_channels, out_features=out_features)
-        table = invariant_table(space, in_channels, out_features, select_terms(terms))
-        super().__init__(table, share_Wb, learn_psi, init, backend, device, dtype)
+        table = invariant_table(space, in_channels, out_features, select_terms(terms), share_Wb)
+        super().__init__(table, learn_psi, init, backend, device, dtype)
 
     def coefficient(self, term: str) -> Tensor:
         """The paper's coefficient of a term: a view `[out_features, d, …]`."""

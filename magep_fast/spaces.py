@@ -242,9 +242,10 @@ class WeightFeatures:
             n, m = space.widths[i] or w.shape[2], space.widths[i - 1] or w.shape[3]
             expected = (self.batch_size, channels * space.taps[i - 1], n, m)
             if tuple(w.shape) != expected:
+                taps = "" if w.shape[1] <= expected[1] else ". MonomialEquivariant brings several taps to one"
                 raise ValueError(
                     f"layer {i}: weights are {tuple(w.shape)}; expected {expected}, "
-                    f"[batch, channels·taps, n_{i}, n_{i - 1}] of {space}"
+                    f"[batch, channels·taps, n_{i}, n_{i - 1}] of {space}{taps}"
                 )
             if b.shape[2] != n:
                 raise ValueError(f"layer {i}: biases are {tuple(b.shape)}; expected {(self.batch_size, channels, n)}")

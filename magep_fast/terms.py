@@ -18,7 +18,7 @@ L = 1 has no hidden neuron, hence no symmetry; there the formulas of the last la
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
 
@@ -96,10 +96,6 @@ class Term:
     def size(self, letters: str) -> int:
         return prod([self.sizes[self.letters.index(c)] for c in letters])
 
-    def with_one_t(self) -> Term:
-        """The same term with a coefficient that does not depend on t."""
-        return replace(self, sizes=tuple(1 if c == "t" else n for c, n in zip(self.letters, self.sizes, strict=True)))
-
 
 @dataclass(frozen=True)
 class Output:
@@ -138,16 +134,6 @@ class Output:
             raise KeyError(f"{self.name} has no term {name!r}; it has {list(views)}")
         return views[name]
 
-    def with_shared_Wb(self) -> Output:
-        """This output with one coefficient of [Wb]^(i,t)(t) for all t."""
-        return replace(self, terms=tuple(term.with_one_t() if term.name == "Wb" else term for term in self.terms))
-
-    def columns_around_Wb(self) -> tuple[int, int, int]:
-        """How many columns come before those of [Wb], how many they are, and how many follow."""
-        names, sizes = [term.name for term in self.terms], self.column_sizes
-        k = names.index("Wb") if "Wb" in names else len(names)
-        return sum(sizes[:k]), sum(sizes[k : k + 1]), sum(sizes[k + 1 :])
-
 
 @dataclass(frozen=True)
 class Table:
@@ -155,6 +141,8 @@ class Table:
 
     Ψ and ψ are stored together, `[pairs, rows, n_L, d]`, one pair (s, t) after the other: Ψ in the first n_0 rows where
     a [WW] term is present, ψ in the last row where a [bW] term is. One product `[Ψ; ψ] S_t` then serves both.
+
+    With `share_Wb`, [Wb]^(i,t)(t) has one coefficient for all t, stored with one t; its data are summed over t.
     """
 
     space: WeightSpace
@@ -164,6 +152,7 @@ class Table:
     terms: frozenset[str]
     outputs: tuple[Output, ...]
     pairs: tuple[tuple[int, int], ...]
+    share_Wb: bool
 
     @property
     def has_WW(self) -> bool:
@@ -199,7 +188,12 @@ class Table:
 
 @cache
 def equivariant_table(
-    space: WeightSpace, out_taps: tuple[int, ...], in_channels: int, out_channels: int, terms: frozenset[str]
+    space: WeightSpace,
+    out_taps: tuple[int, ...],
+    in_channels: int,
+    out_channels: int,
+    terms: frozenset[str],
+    share_Wb: bool = False,
 ) -> Table:
     """Outputs weight_1, bias_1, …, weight_L, bias_L of E(U)."""
     L, n_0, n_L = space.num_layers, space.n_in, space.n_out
@@ -207,22 +201,26 @@ def equivariant_table(
     outputs = []
     for i in range(1, L + 1):
         f_in, f_out = space.taps[i - 1], out_taps[i - 1]
-        sizes = {"d": in_channels, "e": out_channels, "j": n_L, "k": n_0, "p": n_L, "q": n_0, "t": i - 1, "s": L - 1}
+        t = min(i - 1, 1) if share_Wb else i - 1
+        sizes = {"d": in_channels, "e": out_channels, "j": n_L, "k": n_0, "p": n_L, "q": n_0, "t": t, "s": L - 1}
         weight_rows = _weight_rows(i, L, n_0, n_L, f_out)
         bias_rows = _readout_rows(L, n_L, "j") if i == L else _hidden_bias_rows(i)
         outputs.append(_output(f"weight_{i}", weight_rows, terms, sizes | {"e": out_channels * f_out}, f_in))
         outputs.append(_output(f"bias_{i}", bias_rows, terms, sizes, f_in))
-    return Table(space, out_taps, in_channels, out_channels, terms, tuple(outputs), _pairs(outputs, L))
+    return Table(space, out_taps, in_channels, out_channels, terms, tuple(outputs), _pairs(outputs, L), share_Wb)
 
 
 @cache
-def invariant_table(space: WeightSpace, in_channels: int, out_features: int, terms: frozenset[str]) -> Table:
+def invariant_table(
+    space: WeightSpace, in_channels: int, out_features: int, terms: frozenset[str], share_Wb: bool = False
+) -> Table:
     """The one output, "invariant", of I(U)."""
     L, n_0, n_L = space.num_layers, space.n_in, space.n_out
     _require_single_taps(space, (1,) * L, terms)
-    sizes = {"d": in_channels, "e": out_features, "p": n_L, "q": n_0, "t": L - 1, "s": L - 1}
+    t = min(L - 1, 1) if share_Wb else L - 1
+    sizes = {"d": in_channels, "e": out_features, "p": n_L, "q": n_0, "t": t, "s": L - 1}
     output = _output("invariant", _readout_rows(L, n_L, ""), terms, sizes, 1)
-    return Table(space, (1,) * L, in_channels, out_features, terms, (output,), _pairs([output], L))
+    return Table(space, (1,) * L, in_channels, out_features, terms, (output,), _pairs([output], L), share_Wb)
 
 
 _Row = tuple[str, str, tuple[str | int, ...], float]

@@ -1,12 +1,14 @@
+import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import magep_fast
 from magep_fast import info
 from magep_fast.ops.backends import backends
-from magep_fast.ops.library import native_module
+from magep_fast.ops.library import missing_library, native_module
 
 
 def test_report_names_versions_and_backends():
@@ -22,6 +24,16 @@ def test_report_names_versions_and_backends():
         assert any(line[:4] == ["auto", "on", "cpu,", dtype] for line in lines)
     if native_module() is not None:
         assert native_module().compiler in run.stdout
+
+
+@pytest.mark.skipif(missing_library() is not None, reason="no native library")
+@pytest.mark.parametrize(("level", "shown"), [("portable", "portable"), ("mmx", "MAGEP_FAST_ISA=mmx is unknown")])
+def test_report_names_the_instruction_set(level, shown):
+    environment = os.environ | {"MAGEP_FAST_ISA": level}
+    command = [sys.executable, "-m", "magep_fast.info"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert f"native ops    loaded, CPU kernels: {shown}" in run.stdout
 
 
 def test_report_explains_what_is_missing(monkeypatch):

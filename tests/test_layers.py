@@ -484,30 +484,22 @@ def test_unknown_activation_is_an_error():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", [MagepEquivariant, MagepInvariant])
-@pytest.mark.parametrize("widths", [(2, 4, 3), (2, 4, 3, 5, 2)])
-def test_shared_Wb_is_one_coefficient_for_all_t(kind, widths, backend):
-    space = WeightSpace(widths)
-    shared = kind(space, 2, 3, share_Wb=True, backend=backend, dtype=torch.float64)
-    separate = kind(space, 2, 3, backend=backend, dtype=torch.float64)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_shared_Wb_is_the_same_coefficient_for_every_t(kind, backend):
+    torch.manual_seed(0)
+    space = WeightSpace((2, 3, 4, 5, 2))
+    shared = kind(space, 3, 2, share_Wb=True, dtype=torch.float64, backend=backend)
+    full = kind(space, 3, 2, dtype=torch.float64, backend=backend)
     with torch.no_grad():
-        separate.psi.copy_(shared.psi)
-        for index, output in enumerate(separate.table.outputs):
-            for term in output.terms:
-                separate._coefficient(index, term.name).copy_(shared._coefficient(index, term.name))
-    features = random_features(space)
-    output, grads = gradients(shared, features)
-    expected, expected_grads = gradients(separate, features)
-    assert_same(output, expected, 1e-12)
-    count = 2 * space.num_layers
-    for x, y in zip(grads[:count], expected_grads[:count], strict=True):
-        assert_same(x, y, 1e-12)
-    for index, (x, y) in enumerate(zip(grads[count:-1], expected_grads[count:-1], strict=True)):
-        for term in separate.table.outputs[index].terms:
-            one = shared.storage.outputs[index].coefficient(x, term.name)
-            each = separate.table.outputs[index].coefficient(y, term.name)
-            assert_same(one, each.sum(2, keepdim=True) if term.name == "Wb" else each, 1e-12)
-
-
-def test_shared_Wb_is_said():
-    assert "share_Wb=True" in repr(MagepInvariant(WeightSpace((2, 4, 4, 3)), 2, 3, share_Wb=True))
+        if shared.psi is not None:
+            full.psi.copy_(shared.psi)
+        for k, output in enumerate(full.table.outputs):
+            for name, view in output.coefficients(full._matrices()[k]).items():
+                view.copy_(shared.table.outputs[k].coefficient(shared._matrices()[k], name))  # expands t
+    features = random_features(space, 3)
+    assert_same(shared(features), full(features), 1e-12)
+    assert "share_Wb=True" in repr(shared)
+    fewer = sum(p.numel() for p in full.parameters()) - sum(p.numel() for p in shared.parameters())
+    readout = 3 * 2 * 2 * 2 * (2 if kind is MagepEquivariant else 1)  # 2 of 3 t, of d × n_L columns and e (× n_L) rows
+    hidden = 3 * 2 * 1 if kind is MagepEquivariant else 0  # 1 of 2 t in layer 3
+    assert fewer == readout + hidden

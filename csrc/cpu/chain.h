@@ -82,7 +82,7 @@ int64_t chain_scratch(const Shape& s) {
          largest_matrix<S, T>(s) + 256;
 }
 
-// Fills A (and with `suffix` S, R, U) of one network and channel.
+// Fills A (and with `suffix` S and R) of one network and channel.
 template <typename S, typename T>
 void chain_forward(const Network<S, T>& x, int64_t net, int64_t channel, bool suffix, T* saved, Scratch<T> scratch) {
   const Shape& s = x.s;
@@ -125,16 +125,13 @@ void chain_forward(const Network<S, T>& x, int64_t net, int64_t channel, bool su
     }
   }
   for (int64_t i = 2; i <= L; ++i) {
-    const Section &right = at.R[i], &left = at.U[i], &S_t = at.S[i - 1], &a = at.A[i];
+    const Section &right = at.R[i], &S_t = at.S[i - 1];
     if (right.rows == 0) continue;
-    const int64_t pair = s.pair_to_neighbour(i);
-    const Operand<T> psi = x.psi_qp(pair, channel);
+    const Operand<T> psi = x.psi_qp(s.pair_to_neighbour(i), channel);
     // All of [Psi; psi] S, or only its last row.
     const int64_t skip = n_0 + 1 - right.rows;
     gemm<T>(right.rows, s.n[i - 1], n_L, {psi.data + skip * psi.row_stride, psi.row_stride, psi.column_stride},
             part(S_t), S_t.row_stride, part(right), right.row_stride, false);
-    if (left.rows > 0)
-      gemm<T>(n_L, s.n[i], n_0, x.psi_pq(pair, channel), part(a), a.row_stride, part(left), left.row_stride, false);
   }
 }
 
@@ -156,7 +153,7 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
 
   if (suffix) {
     for (int64_t i = 2; i <= L; ++i) {
-      const Section &right = at.R[i], &left = at.U[i], &S_t = at.S[i - 1], &a = at.A[i];
+      const Section &right = at.R[i], &S_t = at.S[i - 1];
       if (right.rows == 0) continue;
       const int64_t pair = s.pair_to_neighbour(i), skip = n_0 + 1 - right.rows;
       const Operand<T> psi = x.psi_qp(pair, channel);
@@ -170,15 +167,6 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
       gemm<T>(right.rows, n_L, s.n[i - 1], {R_bar, right.row_stride, 1}, transposed, n_L, product, n_L, false);
       for (int64_t q = 0; q < right.rows; ++q)
         for (int64_t p = 0; p < n_L; ++p) pair_bar[((q + skip) * n_L + p) * d] += product[q * n_L + p];
-      if (left.rows > 0) {
-        // U^T = Psi^T P^T: P_bar^T += Psi U_bar^T, Psi_bar += P^T U_bar
-        const T* U_bar = grad_part(left);
-        gemm<T>(n_0, s.n[i], n_L, psi, U_bar, left.row_stride, grad_part(a), a.row_stride, true);
-        transpose<T>(n_L, s.n[i], U_bar, left.row_stride, transposed, n_L);
-        gemm<T>(n_0, n_L, s.n[i], {part(a), a.row_stride, 1}, transposed, n_L, product, n_L, false);
-        for (int64_t q = 0; q < n_0; ++q)
-          for (int64_t p = 0; p < n_L; ++p) pair_bar[(q * n_L + p) * d] += product[q * n_L + p];
-      }
     }
     // S_bar_(t+1) += S_bar_t W_(t+1)^T
     for (int64_t t = 1; t + 1 < L; ++t) {

@@ -47,6 +47,16 @@ const KernelTable& kernels() {
   return chosen;
 }
 
+// The instruction set in use, or why there is none: for the report of magep_fast.info.
+extern "C" __attribute__((visibility("default"))) const char* magep_fast_isa() {
+  try {
+    return kernels().isa;
+  } catch (const std::exception& error) {
+    static const std::string reason = error.what();
+    return reason.c_str();
+  }
+}
+
 int64_t saved_size(const Shape& shape, Operation operation) {
   return Layout(shape, operation).size + shape.readout_columns();
 }

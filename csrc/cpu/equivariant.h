@@ -41,7 +41,7 @@ struct EquivariantCall {
 
   // Networks in a group: as many as keep the intermediates within 8 MiB, eight at most.
   int64_t group_size() const {
-    const int64_t bytes = x.at.size * static_cast<int64_t>(sizeof(T));
+    const int64_t bytes = x.at.grad_size * static_cast<int64_t>(sizeof(T));
     return std::max<int64_t>(1, std::min<int64_t>(8, (8 << 20) / bytes));
   }
 
@@ -51,9 +51,10 @@ struct EquivariantCall {
     int64_t hidden = 0;
     for (int64_t i = 1; i < L; ++i) {
       const int64_t rows = hidden_rows(i);
-      hidden = std::max(hidden,
-                        (1 + group) * rows * s.d * s.columns(i) + group * s.d * s.columns(i) * s.n[i] + rows * s.n[i]);
+      hidden = std::max(
+          hidden, (1 + group) * rows * s.d * s.columns(i) + group * s.d * s.columns(i) * s.n[i] + 2 * rows * s.n[i]);
     }
+    hidden += group * s.connected_size();
     int64_t middle = 0;
     for (int64_t i = 2; i < L; ++i) {
       const Tile tile(s, i, sizeof(T));
@@ -62,6 +63,7 @@ struct EquivariantCall {
       middle = std::max(middle, (4 * s.n[i] + s.n[i - 1]) * s.d + 5 * s.d * s.e + (3 * s.d + 2 * s.e) * ld +
                                     2 * kMaxRows * single_output_rows(i) * s.d + 256);
     }
+    middle += (2 * s.d + 1) * s.rank() * wide + n_0 * n_L + 64;  // the left factor P Psi and its gradient
     const int64_t rows = row_block_size(s.e * n_L, 3 * n_L * s.d, 1), m = s.n[L - 1];
     const int64_t last =
         (1 + group) * rows * s.d * (n_0 + 1) + group * (n_L + n_0 + 1) * s.d * m + group * rows * m + L * n_L * s.d;
@@ -71,13 +73,17 @@ struct EquivariantCall {
   // --- hidden layers: the bias, and for i = 1 the weights, are one product with [A_i | b_i] ---
 
   // coefficient[r][c, d]: Phi_W + Phi_WW G^T, Phi_Wb, Phi_b + Phi_bW g.
-  void coefficients(int64_t i, int64_t rows, const T* phi, const T* saved, T* out) const {
+  void coefficients(int64_t i, int64_t rows, const T* phi, const T* G, T* out) const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), d = s.d, K = s.hidden_columns(i), c = s.columns(i);
-    const T* G = saved + x.at.G0[i];
     for (int64_t r = 0; r < rows; ++r) {
       std::memcpy(out + r * c * d, phi + r * K, n_0 * d * sizeof(T));
-      std::memcpy(out + (r * c + n_0) * d, phi + r * K + 3 * n_0 * d, i * d * sizeof(T));
+      const T* from = phi + r * K + 3 * n_0 * d;  // Phi_Wb, for every t or once, then Phi_b
+      for (int64_t t = 0; s.share_Wb && t < i - 1; ++t) std::memcpy(out + (r * c + n_0 + t) * d, from, d * sizeof(T));
+      if (s.share_Wb)
+        std::memcpy(out + (r * c + c - 1) * d, phi + (r + 1) * K - d, d * sizeof(T));
+      else
+        std::memcpy(out + (r * c + n_0) * d, from, i * d * sizeof(T));
     }
     lane_gemm<T>(d, rows, n_0, n_0, {phi + n_0 * d, K / d, 1}, {G, 1, n_0}, {out, c, 1}, true);
     lane_gemm<T>(d, rows, 1, n_0, {phi + 2 * n_0 * d, K / d, 1}, {G + n_0 * n_0 * d, 1, 1}, {out + (c - 1) * d, c, 1},
@@ -85,18 +91,22 @@ struct EquivariantCall {
   }
 
   // Gradients of some rows of coefficients, [net][r][c, d], of all networks of a group, to those of the matrix.
-  void coefficients_backward(Group group, int64_t i, int64_t rows, const T* bar, int64_t bar_stride, const T* saved,
-                             int64_t stride, T* phi_bar) const {
+  void coefficients_backward(Group group, int64_t i, int64_t rows, const T* bar, int64_t bar_stride, const T* G,
+                             T* phi_bar) const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), d = s.d, K = s.hidden_columns(i), c = s.columns(i);
-    const T* G = saved + group.begin * stride + x.at.G0[i];
     for (int64_t net = 0; net < group.size(); ++net)
       for (int64_t r = 0; r < rows; ++r) {
         const T* from = bar + net * bar_stride + r * c * d;
         add(n_0 * d, from, phi_bar + r * K);
-        add(i * d, from + n_0 * d, phi_bar + r * K + 3 * n_0 * d);
+        T* to = phi_bar + r * K + 3 * n_0 * d;
+        for (int64_t t = 0; s.share_Wb && t < i - 1; ++t) add(d, from + (n_0 + t) * d, to);
+        if (s.share_Wb)
+          add(d, from + (c - 1) * d, phi_bar + (r + 1) * K - d);
+        else
+          add(i * d, from + n_0 * d, to);
       }
-    const Networks networks{group.size(), bar_stride, stride};
+    const Networks networks{group.size(), bar_stride, s.connected_size()};
     lane_gemm<T>(d, rows, n_0, n_0, {bar, c, 1}, {G, n_0, 1}, {phi_bar + n_0 * d, K / d, 1}, true, networks);
     lane_gemm<T>(d, rows, n_0, 1, {bar + (c - 1) * d, c, 1}, {G + n_0 * n_0 * d, 1, 1},
                  {phi_bar + 2 * n_0 * d, K / d, 1}, true, networks);
@@ -125,41 +135,50 @@ struct EquivariantCall {
     return std::max(row_block_size(s().e, columns, 1), row_block_size(s().e * n_0, columns, n_0));
   }
 
-  void hidden_forward(Group group, int64_t i, const T* saved, int64_t stride, S* const* W_out, S* const* b_out,
+  // G0_i of the networks of a group.
+  T* connected(Group group, int64_t i, const T* saved, int64_t stride, Scratch<T>& scratch) const {
+    const int64_t size = s().connected_size();
+    T* G = scratch.take(group.size() * size);
+    for (int64_t net = group.begin; net < group.end; ++net)
+      connect(x, i, saved + net * stride, G + (net - group.begin) * size);
+    return G;
+  }
+
+  void hidden_forward(Group group, int64_t i, const T* saved, int64_t stride, const LayerOutputs<S, T>& out,
                       Scratch<T> scratch) const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), n = s.n[i], inner = s.columns(i) * s.d, K = s.hidden_columns(i);
     const Section& a = x.at.A[i];
     const int64_t most = hidden_rows(i);
     T* product = scratch.take(most * n);
+    T* transposed = scratch.take(most * n);
     T* coefficient = scratch.take(most * inner);
+    const T* G = connected(group, i, saved, stride, scratch);
     const auto blocks = [&](const T* phi, int64_t all, int64_t unit, auto&& store) {
       const int64_t size = row_block_size(all, K, unit);
       for (int64_t row = 0; row < all; row += size) {
         const int64_t rows = std::min(size, all - row);
         for (int64_t net = group.begin; net < group.end; ++net) {
           const T* own = saved + net * stride;
-          coefficients(i, rows, phi + row * K, own, coefficient);
+          coefficients(i, rows, phi + row * K, G + (net - group.begin) * s.connected_size(), coefficient);
           gemm<T>(rows, n, inner, {coefficient, inner, 1}, own + a.offset, a.ld, product, n, false);
           store(net, row, rows);
         }
       }
     };
     blocks(bias_matrix(i), s.e, 1, [&](int64_t net, int64_t row, int64_t rows) {
-      store_row(product, rows * n, b_out[i - 1] + (net * s.e + row) * n);
+      (out.bias(i) + (net * s.e + row) * n).store(product, rows * n);
     });
     if (i != 1) return;
     blocks(weight_matrix(1), s.e * n_0, n_0, [&](int64_t net, int64_t row, int64_t rows) {
-      S* out = W_out[0] + (net * s.e * n_0 + row) * n;
-      for (int64_t e = 0; e < rows / n_0; ++e)
-        for (int64_t j = 0; j < n; ++j)
-          for (int64_t k = 0; k < n_0; ++k) store_one(product[(e * n_0 + k) * n + j], out[(e * n + j) * n_0 + k]);
+      for (int64_t r = 0; r < rows; r += n_0) transpose<T>(n_0, n, product + r * n, n, transposed + r * n, n_0);
+      (out.weight(1) + (net * s.e * n_0 + row) * n).store(transposed, rows * n);
     });
   }
 
-  // grads: [networks of the group][layout.size].
-  void hidden_backward(Group group, int64_t i, const S* W_bar, const S* b_bar, const T* saved, int64_t stride, T* grads,
-                       T* weight_matrix_bar, T* bias_matrix_bar, Scratch<T> scratch) const {
+  // grads: [networks of the group][layout.grad_size].
+  void hidden_backward(Group group, int64_t i, const LayerGradients<S, T>& out_bar, const T* saved, int64_t stride,
+                       T* grads, T* weight_matrix_bar, T* bias_matrix_bar, Scratch<T> scratch) const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), n = s.n[i], inner = s.columns(i) * s.d, K = s.hidden_columns(i);
     const Section& a = x.at.A[i];
@@ -169,39 +188,77 @@ struct EquivariantCall {
                    inner);
     const int64_t most = hidden_rows(i);
     T* bar = scratch.take(most * n);
+    T* loaded = scratch.take(most * n);
     T* coefficient = scratch.take(most * inner);
     T* coefficient_bar = scratch.take(group.size() * most * inner);
+    const T* G = connected(group, i, saved, stride, scratch);
     const auto blocks = [&](const T* phi, T* phi_bar, int64_t all, int64_t unit, auto&& load) {
       const int64_t size = row_block_size(all, K, unit);
       for (int64_t row = 0; row < all; row += size) {
         const int64_t rows = std::min(size, all - row);
         for (int64_t net = group.begin; net < group.end; ++net) {
           const int64_t g = net - group.begin;
-          T *grad = grads + g * x.at.size, *own_bar = coefficient_bar + g * size * inner;
+          T *grad = grads + g * x.at.grad_size, *own_bar = coefficient_bar + g * size * inner;
           load(net, row, rows);
-          coefficients(i, rows, phi + row * K, saved + net * stride, coefficient);
+          coefficients(i, rows, phi + row * K, G + g * s.connected_size(), coefficient);
           gemm<T>(rows, inner, n, {bar, n, 1}, transposed + g * inner * n, inner, own_bar, inner, false);
           gemm<T>(inner, n, rows, {coefficient, 1, inner}, bar, n, grad + a.offset, a.ld, true);
           connected_backward(i, rows, phi + row * K, own_bar, grad);
         }
-        coefficients_backward(group, i, rows, coefficient_bar, size * inner, saved, stride, phi_bar + row * K);
+        coefficients_backward(group, i, rows, coefficient_bar, size * inner, G, phi_bar + row * K);
       }
     };
-    blocks(bias_matrix(i), bias_matrix_bar, s.e, 1,
-           [&](int64_t net, int64_t row, int64_t rows) { load_row(b_bar + (net * s.e + row) * n, rows * n, bar); });
+    blocks(bias_matrix(i), bias_matrix_bar, s.e, 1, [&](int64_t net, int64_t row, int64_t rows) {
+      load_row(out_bar.bias(i) + (net * s.e + row) * n, rows * n, bar);
+    });
     if (i != 1) return;
     blocks(weight_matrix(1), weight_matrix_bar, s.e * n_0, n_0, [&](int64_t net, int64_t row, int64_t rows) {
-      const S* from = W_bar + (net * s.e * n_0 + row) * n;
-      for (int64_t e = 0; e < rows / n_0; ++e)
-        for (int64_t j = 0; j < n; ++j)
-          for (int64_t k = 0; k < n_0; ++k) bar[(e * n_0 + k) * n + j] = load_one<S, T>(from[(e * n + j) * n_0 + k]);
+      load_row(out_bar.weight(1) + (net * s.e * n_0 + row) * n, rows * n, loaded);
+      for (int64_t r = 0; r < rows; r += n_0) transpose<T>(n, n_0, loaded + r * n, n_0, bar + r * n, n);
     });
   }
 
   // --- middle layers: E(W)_i = Phi [W_i; WW; bW], the tiles of WW and bW made on the spot ---
 
-  // Left and right factor of [WW]: P and Psi S, or P Psi and S.
-  const Section& left_factor(int64_t i) const { return s().through_output() ? x.at.U[i] : x.at.A[i]; }
+  // [rank][d][n_i], the left factor of [WW], transposed: P, which the chain keeps, or P Psi, made here.
+  struct Left {
+    const T* data;
+    int64_t row_stride, channel_stride;
+  };
+  Left left_factor(int64_t i, const T* saved, Scratch<T>& scratch) const {
+    const Shape& s = x.s;
+    const Section& a = x.at.A[i];
+    if (!s.through_output()) return {saved + a.offset, a.row_stride, a.channel_stride};
+    const int64_t n = s.n[i], pair = s.pair_to_neighbour(i);
+    T* U = scratch.take(s.n_L() * s.d * n);
+    for (int64_t channel = 0; channel < s.d; ++channel)
+      gemm<T>(s.n_L(), n, s.n_0(), x.psi_pq(pair, channel), saved + a.offset + channel * a.channel_stride, a.row_stride,
+              U + channel * n, s.d * n, false);
+    return {U, s.d * n, n};
+  }
+
+  // From the gradient of the left factor in one channel, [j][rank]: P_bar += U_bar Psi^T, Psi_bar += P^T U_bar, or
+  // P_bar += U_bar where the left factor is P.
+  void left_factor_backward(int64_t i, int64_t channel, const T* left_bar, const T* saved, T* grad, T* psi_bar,
+                            Scratch<T> scratch) const {
+    const Shape& s = x.s;
+    const Section& a = x.at.A[i];
+    const int64_t n = s.n[i], n_0 = s.n_0(), n_L = s.n_L(), rank = s.rank(), pair = s.pair_to_neighbour(i);
+    T* P_bar = grad + a.offset + channel * a.channel_stride;
+    T* transposed = scratch.take(rank * n);
+    transpose<T>(n, rank, left_bar, rank, transposed, n);
+    if (!s.through_output()) {
+      for (int64_t q = 0; q < rank; ++q) add(n, transposed + q * n, P_bar + q * a.row_stride);
+      return;
+    }
+    T* product = scratch.take(n_0 * n_L);
+    gemm<T>(n_0, n, n_L, x.psi_qp(pair, channel), transposed, n, P_bar, a.row_stride, true);
+    gemm<T>(n_0, n_L, n, {saved + a.offset + channel * a.channel_stride, a.row_stride, 1}, left_bar, n_L, product, n_L,
+            false);
+    T* pair_bar = psi_bar + pair * (n_0 + 1) * n_L * s.d + channel;
+    for (int64_t k = 0; k < n_0 * n_L; ++k) pair_bar[k * s.d] += product[k];
+  }
+
   const Section& right_factor(int64_t i) const { return s().through_output() ? x.at.S[i - 1] : x.at.R[i]; }
 
   template <typename Body>
@@ -212,13 +269,13 @@ struct EquivariantCall {
         body(j, k, std::min(tile.rows, n - j), std::min(tile.columns, m - k));
   }
 
-  // Copies rows x columns at (j, k) of every channel of a [channels, n_i, n_(i-1)] array into a tile, or back.
+  // Copies rows x columns at (j, k) of every channel of a [channels, n_i, n_(i-1)] array into a tile.
   template <typename From>
-  void load_tile(const From* from, int64_t channels, int64_t i, int64_t j, int64_t k, int64_t rows, int64_t columns,
-                 T* to, int64_t ld) const {
+  void load_tile(From from, int64_t channels, int64_t i, int64_t j, int64_t k, int64_t rows, int64_t columns, T* to,
+                 int64_t ld) const {
     const int64_t n = s().n[i], m = s().n[i - 1];
     for (int64_t channel = 0; channel < channels; ++channel) {
-      const From* at = from + (channel * n + j) * m + k;
+      const From at = from + ((channel * n + j) * m + k);
       if (columns == m)
         load_row(at, rows * columns, to + channel * ld);
       else
@@ -226,16 +283,15 @@ struct EquivariantCall {
     }
   }
 
-  void make_tile(int64_t net, int64_t i, int64_t j, int64_t k, int64_t rows, int64_t columns, const T* saved, T* tile,
-                 int64_t ld) const {
+  void make_tile(int64_t net, int64_t i, int64_t j, int64_t k, int64_t rows, int64_t columns, const T* saved,
+                 const Left& left, T* tile, int64_t ld) const {
     const Shape& s = x.s;
-    const Section &left = left_factor(i), &right = right_factor(i), &a = x.at.A[i], &r = x.at.R[i];
+    const Section &right = right_factor(i), &a = x.at.A[i], &r = x.at.R[i];
     load_tile(x.weight(i, net, 0), s.d, i, j, k, rows, columns, tile, ld);
     const T* b = saved + a.offset + (s.columns(i) - 1) * a.row_stride;
     const T* g = saved + r.offset + (r.rows - 1) * r.row_stride;
     for (int64_t channel = 0; channel < s.d; ++channel) {
-      const T* l = saved + left.offset + channel * left.channel_stride + j;
-      gemm<T>(rows, columns, s.rank(), {l, 1, left.row_stride},
+      gemm<T>(rows, columns, s.rank(), {left.data + channel * left.channel_stride + j, 1, left.row_stride},
               saved + right.offset + channel * right.channel_stride + k, right.row_stride, tile + (s.d + channel) * ld,
               columns, false);
       T* bW = tile + (2 * s.d + channel) * ld;
@@ -245,47 +301,57 @@ struct EquivariantCall {
   }
 
   // out (+)= product of a matrix with a tile, rows of the result being channels of a [channels, n_i, n_(i-1)] array.
-  void multiply_to(int64_t channels, int64_t inner, Operand<T> matrix, const T* tile, int64_t ld, S* out, int64_t i,
-                   int64_t j, int64_t k, int64_t rows, int64_t columns, T* space) const {
+  void multiply_to(int64_t channels, int64_t inner, Operand<T> matrix, const T* tile, int64_t ld, Destination<S, T> out,
+                   int64_t i, int64_t j, int64_t k, int64_t rows, int64_t columns, T* space) const {
     const int64_t n = s().n[i], m = s().n[i - 1];
-    S* at = out + j * m + k;
+    out = out + (j * m + k);
     if constexpr (std::is_same_v<S, T>) {
       (void)space;
+      T* at = out.before ? out.before : out.value;
       if (columns == m)
         gemm<T>(channels, rows * columns, inner, matrix, tile, ld, at, n * m, false);
       else
         for (int64_t r = 0; r < rows; ++r)
           gemm<T>(channels, columns, inner, matrix, tile + r * columns, ld, at + r * m, n * m, false);
+      if (out.f == Activation::none) return;
+      const int64_t pieces = columns == m ? 1 : rows, length = rows * columns / pieces;
+      for (int64_t channel = 0; channel < channels; ++channel)
+        for (int64_t r = 0; r < pieces; ++r) {
+          const int64_t offset = channel * n * m + r * m;
+          (out + offset).activate(at + offset, length);
+        }
     } else {
       gemm<T>(channels, rows * columns, inner, matrix, tile, ld, space, ld, false);
       for (int64_t channel = 0; channel < channels; ++channel)
         for (int64_t r = 0; r < rows; ++r)
-          store_row(space + channel * ld + r * columns, columns, at + channel * n * m + r * m);
+          (out + (channel * n * m + r * m)).store(space + channel * ld + r * columns, columns);
     }
   }
 
-  void middle_forward(int64_t net, int64_t i, const T* saved, S* W_out, Scratch<T> scratch) const {
+  void middle_forward(int64_t net, int64_t i, const T* saved, Destination<S, T> W_out, Scratch<T> scratch) const {
     const Shape& s = x.s;
     if (s.n_L() == 1) return single_output_forward(net, i, saved, W_out, scratch);
     const Tile tile(s, i, sizeof(T));
     const int64_t ld = tile.ld();
     T* data = scratch.take(3 * s.d * ld);
     T* space = scratch.take(s.e * ld);
-    S* out = W_out + net * s.e * s.n[i] * s.n[i - 1];
+    const auto out = W_out + net * s.e * s.n[i] * s.n[i - 1];
+    const Left left = left_factor(i, saved, scratch);
     for_tiles(i, tile, [&](int64_t j, int64_t k, int64_t rows, int64_t columns) {
-      make_tile(net, i, j, k, rows, columns, saved, data, ld);
+      make_tile(net, i, j, k, rows, columns, saved, left, data, ld);
       multiply_to(s.e, 3 * s.d, {weight_matrix(i), 3 * s.d, 1}, data, ld, out, i, j, k, rows, columns, space);
     });
   }
 
   // matrix_bar is accumulated transposed, [3 d][e].
-  void middle_backward(int64_t net, int64_t i, const S* out_bar, const T* saved, T* grad, S* W_bar, T* matrix_bar,
+  void middle_backward(int64_t net, int64_t i, Incoming<S, T> out_bar, const T* saved, T* grad, S* W_bar, T* matrix_bar,
                        T* psi_bar, Scratch<T> scratch) const {
     const Shape& s = x.s;
     if (s.n_L() == 1) return single_output_backward(net, i, out_bar, saved, grad, W_bar, matrix_bar, psi_bar, scratch);
     const Tile tile(s, i, sizeof(T));
     const int64_t ld = tile.ld(), n = s.n[i], m = s.n[i - 1], d = s.d, rank = s.rank();
-    const Section &left = left_factor(i), &right = right_factor(i), &a = x.at.A[i], &r = x.at.R[i];
+    const Section &right = right_factor(i), &a = x.at.A[i], &r = x.at.R[i];
+    const Left left = left_factor(i, saved, scratch);
     T* data = scratch.take(3 * d * ld);
     T* data_bar = scratch.take(2 * d * ld);
     T* bar = scratch.take(s.e * ld);
@@ -300,19 +366,19 @@ struct EquivariantCall {
     const int64_t b_row = a.offset + (s.columns(i) - 1) * a.row_stride, g_row = r.offset + (r.rows - 1) * r.row_stride;
     T* phi_transposed = scratch.take(3 * d * s.e);
     transpose<T>(s.e, 3 * d, weight_matrix(i), 3 * d, phi_transposed, s.e);
-    S* W_bar_net = W_bar + net * d * n * m;
+    const Destination<S, T> W_bar_net{W_bar + net * d * n * m, nullptr, Activation::none};
     for_tiles(i, tile, [&](int64_t j, int64_t k, int64_t rows, int64_t columns) {
       const int64_t size = rows * columns;
       load_tile(out_bar + net * s.e * n * m, s.e, i, j, k, rows, columns, bar, ld);
       transpose<T>(s.e, size, bar, ld, bar_transposed, s.e);
-      make_tile(net, i, j, k, rows, columns, saved, data, ld);
+      make_tile(net, i, j, k, rows, columns, saved, left, data, ld);
       gemm<T>(3 * d, s.e, size, {data, ld, 1}, bar_transposed, s.e, matrix_bar, s.e, true);
       multiply_to(d, s.e, {phi_transposed, s.e, 1}, bar, ld, W_bar_net, i, j, k, rows, columns, space);
       gemm<T>(2 * d, size, s.e, {phi_transposed + d * s.e, s.e, 1}, bar, ld, data_bar, ld, false);
       for (int64_t channel = 0; channel < d; ++channel) {
         const T* WW_bar = data_bar + channel * ld;
-        gemm<T>(rank, columns, rows, {saved + left.offset + channel * left.channel_stride + j, left.row_stride, 1},
-                WW_bar, columns, grad + right.offset + channel * right.channel_stride + k, right.row_stride, true);
+        gemm<T>(rank, columns, rows, {left.data + channel * left.channel_stride + j, left.row_stride, 1}, WW_bar,
+                columns, grad + right.offset + channel * right.channel_stride + k, right.row_stride, true);
         gemm<T>(rows, rank, columns, {WW_bar, columns, 1}, right_transposed + (channel * m + k) * rank, rank,
                 left_bar + (channel * n + j) * rank, rank, true);
         const T* bW_bar = data_bar + (d + channel) * ld;
@@ -325,21 +391,18 @@ struct EquivariantCall {
       }
     });
     for (int64_t channel = 0; channel < d; ++channel)
-      for (int64_t q = 0; q < rank; ++q) {
-        T* to = grad + left.offset + channel * left.channel_stride + q * left.row_stride;
-        for (int64_t j = 0; j < n; ++j) to[j] += left_bar[(channel * n + j) * rank + q];
-      }
+      left_factor_backward(i, channel, left_bar + channel * n * rank, saved, grad, psi_bar, scratch);
   }
 
   // --- middle layers of networks with one output: [WW] and [bW] have the same right factor, the row S, so that
   //     E(W)_i[:, j, :] = Phi_1 W[:, j, :] + (Phi_2 u_j + Phi_3 v_j) S,  u = P Psi, v = b psi, one number a channel ---
 
   // u and v with channels innermost, [j][d].
-  void left_factors(int64_t i, const T* saved, T* u, T* v) const {
+  void left_factors(int64_t i, const T* saved, T* u, T* v, Scratch<T> scratch) const {
     const Shape& s = x.s;
-    const Section &left = x.at.U[i], &a = x.at.A[i];
+    const Section& a = x.at.A[i];
     const T* psi = x.connection(s.pair_to_neighbour(i)) + s.n_0() * s.d;
-    transpose<T>(s.d, s.n[i], saved + left.offset, left.ld, u, s.d);
+    transpose<T>(s.d, s.n[i], left_factor(i, saved, scratch).data, s.n[i], u, s.d);
     transpose<T>(s.d, s.n[i], saved + a.offset + (s.columns(i) - 1) * a.row_stride, a.ld, v, s.d);
     for (int64_t j = 0; j < s.n[i]; ++j)
       for_lanes<T>(s.d, [&](int64_t k, auto count) {
@@ -351,7 +414,8 @@ struct EquivariantCall {
   // Rows j that meet Phi_1 together.
   int64_t single_output_rows(int64_t i) const { return std::min(s().n[i], std::max<int64_t>(1, 128 / s().n[i - 1])); }
 
-  void single_output_forward(int64_t net, int64_t i, const T* saved, S* W_out, Scratch<T> scratch) const {
+  void single_output_forward(int64_t net, int64_t i, const T* saved, Destination<S, T> W_out,
+                             Scratch<T> scratch) const {
     const Shape& s = x.s;
     const int64_t d = s.d, n = s.n[i], m = s.n[i - 1], step = single_output_rows(i), ld = step * m + 16;
     const Section& S_t = x.at.S[i - 1];
@@ -361,7 +425,7 @@ struct EquivariantCall {
     T* mixed = scratch.take(s.e * d);
     T* data = scratch.take(d * ld);
     T* product = scratch.take(s.e * ld);
-    left_factors(i, saved, u, v);
+    left_factors(i, saved, u, v, scratch);
     for (int64_t first = 0; first < n; first += step) {
       const int64_t rows = std::min(step, n - first);
       load_tile(x.weight(i, net, 0), d, i, first, 0, rows, m, data, ld);
@@ -377,8 +441,7 @@ struct EquivariantCall {
           });
         gemm<T>(s.e, m, d, {mixed, d, 1}, saved + S_t.offset, S_t.ld, product + (j - first) * m, ld, true);
       }
-      for (int64_t e = 0; e < s.e; ++e)
-        store_row(product + e * ld, rows * m, W_out + ((net * s.e + e) * n + first) * m);
+      for (int64_t e = 0; e < s.e; ++e) (W_out + ((net * s.e + e) * n + first) * m).store(product + e * ld, rows * m);
     }
   }
 
@@ -420,12 +483,12 @@ struct EquivariantCall {
   }
 
   // matrix_bar is accumulated as it is stored, [e][3 d].
-  void single_output_backward(int64_t net, int64_t i, const S* out_bar, const T* saved, T* grad, S* W_bar,
+  void single_output_backward(int64_t net, int64_t i, Incoming<S, T> out_bar, const T* saved, T* grad, S* W_bar,
                               T* matrix_bar, T* psi_bar, Scratch<T> scratch) const {
     using Vec = typename Simd<T>::Vec;
     const Shape& s = x.s;
     const int64_t d = s.d, n = s.n[i], m = s.n[i - 1], E = s.e, step = single_output_rows(i), ld = step * m + 16;
-    const Section &S_t = x.at.S[i - 1], &left = x.at.U[i], &a = x.at.A[i];
+    const Section &S_t = x.at.S[i - 1], &a = x.at.A[i];
     const T* phi = weight_matrix(i);
     T* u = scratch.take(n * d);
     T* v = scratch.take(n * d);
@@ -440,7 +503,8 @@ struct EquivariantCall {
     T* S_transposed = scratch.take(m * d);
     T* bar = scratch.take(E * ld);
     T* space = scratch.take(d * ld);
-    left_factors(i, saved, u, v);
+    const Destination<S, T> W_bar_net{W_bar + net * d * n * m, nullptr, Activation::none};
+    left_factors(i, saved, u, v, scratch);
     std::fill(u_bar, u_bar + n * d, T(0));
     std::fill(v_bar, v_bar + n * d, T(0));
     transpose<T>(E, 3 * d, phi, 3 * d, phi_transposed, E);
@@ -451,7 +515,7 @@ struct EquivariantCall {
       load_tile(out_bar + net * E * n * m, E, i, first, 0, rows, m, bar, ld);
       transpose<T>(d, rows * m, data, ld, data_transposed, d);
       gemm<T>(E, d, rows * m, {bar, ld, 1}, data_transposed, d, matrix_bar, 3 * d, true);
-      multiply_to(d, E, {phi_transposed, E, 1}, bar, ld, W_bar + net * d * n * m, i, first, 0, rows, m, space);
+      multiply_to(d, E, {phi_transposed, E, 1}, bar, ld, W_bar_net, i, first, 0, rows, m, space);
       for (int64_t j = first; j < first + rows; ++j) {
         const T* bar_j = bar + (j - first) * m;
         for (int64_t channel = 0; channel < d; ++channel) {
@@ -469,16 +533,19 @@ struct EquivariantCall {
                        matrix_bar + e * 3 * d, u + first * d, v + first * d, u_bar + first * d, v_bar + first * d,
                        mixed_bar);
     }
-    // u is U; v = b psi.
+    // u is P Psi; v = b psi.
     const int64_t pair = s.pair_to_neighbour(i), b_row = a.offset + (s.columns(i) - 1) * a.row_stride;
     const T* psi = x.connection(pair) + s.n_0() * d;
     T* last_bar = psi_bar + (pair * (s.n_0() + 1) + s.n_0()) * d;
-    for (int64_t channel = 0; channel < d; ++channel)
+    T* U_bar = scratch.take(n * d);
+    transpose<T>(n, d, u_bar, d, U_bar, n);
+    for (int64_t channel = 0; channel < d; ++channel) {
+      left_factor_backward(i, channel, U_bar + channel * n, saved, grad, psi_bar, scratch);
       for (int64_t j = 0; j < n; ++j) {
-        grad[left.offset + channel * left.ld + j] += u_bar[j * d + channel];
         grad[b_row + channel * a.ld + j] += v_bar[j * d + channel] * psi[channel];
         last_bar[channel] += v_bar[j * d + channel] * saved[b_row + channel * a.ld + j];
       }
+    }
   }
 
   // --- the last layer: E(W)_L = Phi_1 W_L + Y [Psi; psi] W_L with Y = [Phi_2 P_L | Phi_3 b_L], from the small side ---
@@ -494,7 +561,7 @@ struct EquivariantCall {
   // b_L with channels innermost, [p][d]: a block of the network's features, which follow `saved` in memory.
   const T* last_bias(const T* saved) const { return saved + x.at.size + Features(s()).b; }
 
-  void last_forward(Group group, const T* saved, int64_t stride, S* W_out, Scratch<T> scratch) const {
+  void last_forward(Group group, const T* saved, int64_t stride, Destination<S, T> W_out, Scratch<T> scratch) const {
     const Shape& s = x.s;
     const int64_t L = s.L(), n_L = s.n_L(), d = s.d, m = s.n[L - 1], all = s.e * n_L, inner = d * (s.n_0() + 1);
     const int64_t K = 3 * n_L * d, size = row_block_size(all, K, 1);
@@ -509,13 +576,13 @@ struct EquivariantCall {
         last_left(rows, matrix, own, Y);
         gemm<T>(rows, m, n_L * d, {matrix, K, 1}, own + S_t.offset, S_t.ld, product, m, false);
         gemm<T>(rows, m, inner, {Y, inner, 1}, own + right.offset, right.ld, product, m, true);
-        store_row(product, rows * m, W_out + (net * all + row) * m);
+        (W_out + (net * all + row) * m).store(product, rows * m);
       }
     }
   }
 
-  void last_backward(Group group, const S* out_bar, const T* saved, int64_t stride, T* grads, T* F_bar, T* matrix_bar,
-                     Scratch<T> scratch) const {
+  void last_backward(Group group, Incoming<S, T> out_bar, const T* saved, int64_t stride, T* grads, T* F_bar,
+                     T* matrix_bar, Scratch<T> scratch) const {
     const Shape& s = x.s;
     const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L(), d = s.d, m = s.n[L - 1], all = s.e * n_L;
     const int64_t inner = d * (n_0 + 1), K = 3 * n_L * d, size = row_block_size(all, K, 1);
@@ -538,7 +605,7 @@ struct EquivariantCall {
       for (int64_t g = 0; g < nets; ++g) {
         const int64_t net = group.begin + g;
         const T* own = saved + net * stride;
-        T *grad = grads + g * x.at.size, *own_bar = bar + g * m, *own_Y_bar = Y_bar + g * size * inner;
+        T *grad = grads + g * x.at.grad_size, *own_bar = bar + g * m, *own_Y_bar = Y_bar + g * size * inner;
         for (int64_t r = 0; r < rows; ++r) load_row(out_bar + (net * all + row + r) * m, m, own_bar + r * ld);
         last_left(rows, matrix, own, Y);
         gemm<T>(n_L * d, m, rows, {matrix, 1, K}, own_bar, ld, grad + S_t.offset, S_t.ld, true);
@@ -584,9 +651,10 @@ struct Accumulator {
 // saved: [B][layout.size + features], the intermediates of each network followed by its features.
 template <typename S, typename T>
 void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, const T* const* matrices, const T* psi,
-                         S* const* W_out, S* const* b_out, T* saved, const Parallel& parallel) {
+                         const Outputs<S>& outputs, T* saved, const Parallel& parallel) {
   const Layout at(s, Operation::equivariant);
   const EquivariantCall<S, T> call{{s, at, W, b, psi}, matrices, parallel};
+  const LayerOutputs<S, T> out{outputs};
   const int64_t L = s.L(), K = s.readout_columns(), stride = at.size + K, need = call.scratch_size();
   const auto chain = [&](int64_t net, int64_t channel, Scratch<T> scratch) {
     chain_forward(call.x, net, channel, true, saved + net * stride, scratch);
@@ -594,14 +662,16 @@ void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, c
   const auto layer = [&](Group group, int64_t i, Scratch<T> scratch) {
     for (int64_t net = group.begin; net < group.end; ++net) {
       T* own = saved + net * stride;
-      connect(call.x, i, own);
-      if (i == L) features(call.x, own, own + at.size);
-      if (1 < i && i < L) call.middle_forward(net, i, own, W_out[i - 1], scratch);
+      if (i == L) {
+        connect(call.x, L, own, own + at.G0[L]);
+        features(call.x, own);
+      }
+      if (1 < i && i < L) call.middle_forward(net, i, own, out.weight(i), scratch);
     }
     if (i < L)
-      call.hidden_forward(group, i, saved, stride, W_out, b_out, scratch);
+      call.hidden_forward(group, i, saved, stride, out, scratch);
     else
-      call.last_forward(group, saved, stride, W_out[L - 1], scratch);
+      call.last_forward(group, saved, stride, out.weight(L), scratch);
   };
   if (s.B >= parallel.threads) {
     parallel.split(s.B, [&](int64_t, int64_t begin, int64_t end) {
@@ -627,15 +697,16 @@ void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, c
   F.resize(s.B * K);
   for (int64_t net = 0; net < s.B; ++net)
     std::memcpy(F.data() + net * K, saved + net * stride + at.size, K * sizeof(T));
-  readout(s.B, s.e * s.n_L(), K, matrices[2 * L - 1], F.data(), b_out[L - 1], parallel);
+  readout(s.B, s.e * s.n_L(), K, matrices[2 * L - 1], F.data(), out.bias(L), parallel);
 }
 
 template <typename S, typename T>
-void equivariant_backward(const Shape& s, const S* const* W_out_bar, const S* const* b_out_bar, const S* const* W,
-                          const S* const* b, const T* const* matrices, const T* psi, const T* saved, S* const* W_bar,
-                          S* const* b_bar, T* const* matrices_bar, T* psi_bar, const Parallel& parallel) {
+void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, const S* const* W, const S* const* b,
+                          const T* const* matrices, const T* psi, const T* saved, S* const* W_bar, S* const* b_bar,
+                          T* const* matrices_bar, T* psi_bar, const Parallel& parallel) {
   const Layout at(s, Operation::equivariant);
   const EquivariantCall<S, T> call{{s, at, W, b, psi}, matrices, parallel};
+  const LayerGradients<S, T> out_bar{gradients};
   const Accumulator sums(s);
   const int64_t L = s.L(), d = s.d, K = s.readout_columns(), stride = at.size + K, rows = s.e * s.n_L();
   const int64_t need = call.scratch_size();
@@ -643,31 +714,31 @@ void equivariant_backward(const Shape& s, const S* const* W_out_bar, const S* co
   const int64_t chunks = parallel.chunks(by_network ? s.B : s.B * std::max(L, d));
   const int64_t group_size = by_network ? call.group_size() : 1, slots = by_network ? chunks * group_size : s.B;
   thread_local std::vector<T> memory;
-  memory.resize(chunks * sums.size + slots * at.size + 2 * s.B * K + s.B * rows);
+  memory.resize(chunks * sums.size + slots * at.grad_size + 2 * s.B * K + s.B * rows);
   T* accumulators = memory.data();
   T* grads = accumulators + chunks * sums.size;
-  T *F = grads + slots * at.size, *F_bar = F + s.B * K, *bar = F_bar + s.B * K;
+  T *F = grads + slots * at.grad_size, *F_bar = F + s.B * K, *bar = F_bar + s.B * K;
 
   for (int64_t net = 0; net < s.B; ++net) std::memcpy(F + net * K, saved + net * stride + at.size, K * sizeof(T));
-  load_row(b_out_bar[L - 1], s.B * rows, bar);
+  load_row(out_bar.bias(L), s.B * rows, bar);
   readout_backward(s.B, rows, K, matrices[2 * L - 1], F, bar, F_bar, matrices_bar[2 * L - 1], parallel);
 
   const auto layer = [&](Group group, int64_t i, T* group_grads, T* sum, Scratch<T> scratch) {
     if (i < L)
-      call.hidden_backward(group, i, W_out_bar[0], b_out_bar[i - 1], saved, stride, group_grads, sum + sums.matrices[0],
+      call.hidden_backward(group, i, out_bar, saved, stride, group_grads, sum + sums.matrices[0],
                            sum + sums.matrices[2 * i - 1], scratch);
     else
-      call.last_backward(group, W_out_bar[L - 1], saved, stride, group_grads, F_bar, sum + sums.matrices[2 * L - 2],
+      call.last_backward(group, out_bar.weight(L), saved, stride, group_grads, F_bar, sum + sums.matrices[2 * L - 2],
                          scratch);
     for (int64_t net = group.begin; i == L && net < group.end; ++net) {
       const T* own = saved + net * stride;
-      features_backward(call.x, own, own + at.size, F_bar + net * K, group_grads + (net - group.begin) * at.size,
-                        sum + sums.psi, scratch);
+      features_backward(call.x, own, F_bar + net * K, group_grads + (net - group.begin) * at.grad_size, sum + sums.psi,
+                        scratch);
     }
   };
   const auto middle = [&](int64_t net, int64_t i, T* grad, T* sum, Scratch<T> scratch) {
     if (1 < i && i < L)
-      call.middle_backward(net, i, W_out_bar[i - 1], saved + net * stride, grad, W_bar[i - 1],
+      call.middle_backward(net, i, out_bar.weight(i), saved + net * stride, grad, W_bar[i - 1],
                            sum + sums.matrices[2 * i - 2], sum + sums.psi, scratch);
   };
   const auto connections = [&](int64_t net, T* grad, T* sum) {
@@ -681,14 +752,14 @@ void equivariant_backward(const Shape& s, const S* const* W_out_bar, const S* co
   if (by_network) {
     parallel.split(s.B, [&](int64_t chunk, int64_t begin, int64_t end) {
       Scratch<T> scratch = Scratch<T>::begin(need);
-      T *sum = accumulators + chunk * sums.size, *own_grads = grads + chunk * group_size * at.size;
+      T *sum = accumulators + chunk * sums.size, *own_grads = grads + chunk * group_size * at.grad_size;
       std::fill(sum, sum + sums.size, T(0));
       for (int64_t first = begin; first < end; first += group_size) {
         const Group group{first, std::min(end, first + group_size)};
-        std::fill(own_grads, own_grads + group.size() * at.size, T(0));
+        std::fill(own_grads, own_grads + group.size() * at.grad_size, T(0));
         for (int64_t i = 1; i <= L; ++i) layer(group, i, own_grads, sum, scratch);
         for (int64_t net = group.begin; net < group.end; ++net) {
-          T* grad = own_grads + (net - group.begin) * at.size;
+          T* grad = own_grads + (net - group.begin) * at.grad_size;
           for (int64_t i = 2; i < L; ++i) middle(net, i, grad, sum, scratch);
           connections(net, grad, sum);
           for (int64_t channel = 0; channel < d; ++channel) chain(net, channel, grad, sum, scratch);
@@ -702,15 +773,15 @@ void equivariant_backward(const Shape& s, const S* const* W_out_bar, const S* co
       T* sum = accumulators + chunk * sums.size;
       for (int64_t task = begin; task < end; ++task) {
         const int64_t net = task / L, i = task % L + 1;
-        layer({net, net + 1}, i, grads + net * at.size, sum, scratch);
-        middle(net, i, grads + net * at.size, sum, scratch);
+        layer({net, net + 1}, i, grads + net * at.grad_size, sum, scratch);
+        middle(net, i, grads + net * at.grad_size, sum, scratch);
       }
     });
-    for (int64_t net = 0; net < s.B; ++net) connections(net, grads + net * at.size, accumulators);
+    for (int64_t net = 0; net < s.B; ++net) connections(net, grads + net * at.grad_size, accumulators);
     parallel.split(s.B * d, [&](int64_t chunk, int64_t begin, int64_t end) {
       Scratch<T> scratch = Scratch<T>::begin(need);
       for (int64_t task = begin; task < end; ++task)
-        chain(task / d, task % d, grads + task / d * at.size, accumulators + chunk * sums.size, scratch);
+        chain(task / d, task % d, grads + task / d * at.grad_size, accumulators + chunk * sums.size, scratch);
     });
   }
 

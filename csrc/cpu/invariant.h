@@ -28,11 +28,11 @@ void invariant_forward(const Shape& s, const S* const* W, const S* const* b, con
   T* F = memory.data();
   for (int64_t net = 0; net < s.B; ++net) {
     T* own = saved + net * stride;
-    connect(x, s.L(), own);
-    features(x, own, own + at.size);
+    connect(x, s.L(), own, own + at.G0[s.L()]);
+    features(x, own);
     std::memcpy(F + net * K, own + at.size, K * sizeof(T));
   }
-  readout(s.B, s.e, K, matrix, F, out, parallel);
+  readout(s.B, s.e, K, matrix, F, Destination<S, T>{out, nullptr, Activation::none}, parallel);
 }
 
 template <typename S, typename T>
@@ -54,7 +54,7 @@ void invariant_backward(const Shape& s, const S* out_bar, const S* const* W, con
     T* grad = grads + net * at.size;
     const T* own = saved + net * stride;
     std::fill(grad, grad + at.size, T(0));
-    features_backward(x, own, own + at.size, F_bar + net * K, grad, psi_bar, own_scratch);
+    features_backward(x, own, F_bar + net * K, grad, psi_bar, own_scratch);
     connect_backward(x, s.L(), own, grad, psi_bar);
   }
   parallel.split(s.B * s.d, [&](int64_t, int64_t begin, int64_t end) {

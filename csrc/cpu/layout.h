@@ -12,6 +12,7 @@ namespace magep {
 struct Shape {
   int64_t B, d, e;  // networks, channels in, channels (or features) out
   std::vector<int64_t> n;
+  bool share_Wb = false;  // one coefficient of [Wb]^(i,t)(t) for all t
 
   int64_t L() const { return static_cast<int64_t>(n.size()) - 1; }
   int64_t n_0() const { return n.front(); }
@@ -27,10 +28,22 @@ struct Shape {
   int64_t pair_to_neighbour(int64_t i) const { return L() + i - 2; }
   int64_t pair_of_trace(int64_t s) const { return 2 * L() - 1 + s - 1; }
   int64_t num_pairs() const { return 3 * L() - 2; }
+  int64_t connected_size() const { return (n_0() + 1) * n_0() * d; }  // of [Psi; psi]_(i,0) S_0
   int64_t psi_size() const { return num_pairs() * (n_0() + 1) * n_L() * d; }
   // Columns of the matrices of coefficients, one block a term.
-  int64_t hidden_columns(int64_t i) const { return d * (3 * n_0() + i); }
-  int64_t readout_columns() const { return d * (3 * n_L() * n_0() + (L() - 1) * n_L() + n_L() + 2 * (L() - 1)) + 1; }
+  int64_t Wb_blocks(int64_t i) const { return share_Wb ? std::min<int64_t>(i - 1, 1) : i - 1; }
+  int64_t hidden_columns(int64_t i) const { return d * (3 * n_0() + Wb_blocks(i) + 1); }
+  int64_t readout_columns() const {
+    return d * (3 * n_L() * n_0() + Wb_blocks(L()) * n_L() + n_L() + 2 * (L() - 1)) + 1;
+  }
+};
+
+// A call of the linear layer, whose weights may have taps: channels of the weights of each layer, in and out.
+struct LinearShape {
+  int64_t B, d, e;  // networks, channels of the biases in and out
+  std::vector<int64_t> n, in, out;
+
+  int64_t L() const { return static_cast<int64_t>(n.size()) - 1; }
 };
 
 // An array [rows][channels][ld], or [channels][rows][ld], inside the buffer of one network.
@@ -45,28 +58,32 @@ enum class Operation { chain, equivariant, invariant };
 //   S[t]   suffix chain, t >= 1:                [p][d][n_t]
 //   P_L, v_L, b_L, G_0: the small ones, channels innermost, for lane-wise algebra:
 //   PL     P_L = S_0                            [p][q][d]
-//   G0[i]  [Psi; psi]_(i,0) S_0                 [q'][q][d]        q' = 0 ... n_0
+//   G0[i]  [Psi; psi]_(i,0) S_0                 [q'][q][d]        q' = 0 ... n_0; kept for i = L only
+//   vL     v_(L,1) ... v_(L,L-1)                [t][p][d]         only where [Wb] is summed over t
 //   R[i]   right factor of [WW] and [bW], i > 1: [q][d][n_(i-1)]  n_0 rows of Psi S (or none, through_output) and psi S
-//   U[i]   left factor P Psi of a middle layer:  [p][d][n_i]      only through_output
 struct Layout {
-  std::vector<Section> A, S, R, U;
+  std::vector<Section> A, S, R;
   std::vector<int64_t> G0;
-  int64_t PL = 0, size = 0;
+  int64_t PL = 0, vL = 0, size = 0;
+  int64_t grad_size = 0;  // with the G0[i] of hidden layers behind what is kept
 
-  Layout(const Shape& s, Operation operation) : A(s.L() + 1), S(s.L() + 1), R(s.L() + 1), U(s.L() + 1), G0(s.L() + 1) {
+  Layout(const Shape& s, Operation operation) : A(s.L() + 1), S(s.L() + 1), R(s.L() + 1), G0(s.L() + 1) {
     const int64_t L = s.L();
     for (int64_t i = 1; i <= L; ++i) A[i] = section(s.columns(i), s.d, s.n[i]);
     PL = reserve(s.n_L() * s.n_0() * s.d);
     if (operation != Operation::invariant)
       for (int64_t t = 1; t < L; ++t) S[t] = section(s.n_L(), s.d, s.n[t]);
     if (operation == Operation::chain) return;
-    G0[L] = reserve((s.n_0() + 1) * s.n_0() * s.d);
+    G0[L] = reserve(s.connected_size());
+    if (s.Wb_blocks(L) < L - 1) vL = reserve((L - 1) * s.n_L() * s.d);
     if (operation == Operation::invariant) return;
-    for (int64_t i = 1; i < L; ++i) G0[i] = reserve((s.n_0() + 1) * s.n_0() * s.d);
     for (int64_t i = 2; i <= L; ++i) {
-      const bool factored_left = s.through_output() && i < L;
-      R[i] = section(factored_left ? 1 : s.n_0() + 1, s.d, s.n[i - 1]);
-      if (factored_left) U[i] = section(s.n_L(), s.d, s.n[i]);
+      R[i] = section(s.through_output() && i < L ? 1 : s.n_0() + 1, s.d, s.n[i - 1]);
+    }
+    grad_size = size;
+    for (int64_t i = 1; i < L; ++i) {
+      G0[i] = grad_size;
+      grad_size += s.connected_size();
     }
   }
 
@@ -86,6 +103,28 @@ struct Layout {
     s.offset = reserve(rows * s.row_stride);
     return s;
   }
+};
+
+enum class Activation : int64_t { none, relu, tanh, sin };
+
+// The tensors an equivariant layer writes, at i - 1: f(E(U)), and where the backward pass wants it (sin) E(U) as well.
+template <typename S>
+struct Outputs {
+  S* const* W;
+  S* const* b;
+  S* const* W_before;  // or null
+  S* const* b_before;
+  Activation f;
+};
+
+// Their gradients, and what f' is computed from: f(E(U)) for relu and tanh, E(U) for sin, nothing for none.
+template <typename S>
+struct OutputGradients {
+  const S* const* W;
+  const S* const* b;
+  const S* const* W_known;
+  const S* const* b_known;
+  Activation f;
 };
 
 // Runs body(t) for t = 0 ... count - 1, possibly at the same time.

@@ -2,6 +2,7 @@
 // order of the table of terms: P_L, [WW], [bW], [Wb], b_L, the two traces, 1. Channels are innermost throughout.
 #pragma once
 
+#include "activation.h"
 #include "chain.h"
 
 namespace magep {
@@ -14,7 +15,7 @@ struct Features {
     WW = product;
     bW = 2 * product;
     Wb = 3 * product;
-    b = Wb + (s.L() - 1) * s.n_L() * s.d;
+    b = Wb + s.Wb_blocks(s.L()) * s.n_L() * s.d;
     WW_pp = b + s.n_L() * s.d;
     bW_pp = WW_pp + (s.L() - 1) * s.d;
     one = bW_pp + (s.L() - 1) * s.d;
@@ -23,10 +24,10 @@ struct Features {
 
 // G0_i = [Psi; psi]_(i,0) S_0
 template <typename S, typename T>
-void connect(const Network<S, T>& x, int64_t i, T* saved) {
+void connect(const Network<S, T>& x, int64_t i, const T* saved, T* G0) {
   const Shape& s = x.s;
   lane_gemm<T>(s.d, s.n_0() + 1, s.n_0(), s.n_L(), {x.connection(s.pair_to_input(i)), s.n_L(), 1},
-               {saved + x.at.PL, s.n_0(), 1}, {saved + x.at.G0[i], s.n_0(), 1}, false);
+               {saved + x.at.PL, s.n_0(), 1}, {G0, s.n_0(), 1}, false);
 }
 
 template <typename S, typename T>
@@ -40,22 +41,33 @@ void connect_backward(const Network<S, T>& x, int64_t i, const T* saved, T* grad
                {grad + x.at.PL, s.n_0(), 1}, true);
 }
 
-// Needs A_L, P_L and G0_L of the network.
+// v_(L,1) ... v_(L,L-1) with channels innermost: the block Wb of the features, unless that is their sum.
 template <typename S, typename T>
-void features(const Network<S, T>& x, const T* saved, T* F) {
+inline int64_t last_Wb(const Network<S, T>& x) {
+  return x.s.Wb_blocks(x.s.L()) < x.s.L() - 1 ? x.at.vL : x.at.size + Features(x.s).Wb;
+}
+
+// The features of a network, which follow what the chains keep of it; needs A_L, P_L and G0_L.
+template <typename S, typename T>
+void features(const Network<S, T>& x, T* saved) {
   const Shape& s = x.s;
   const Features f(s);
   const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L(), d = s.d;
   const T *PL = saved + x.at.PL, *G = saved + x.at.G0[L];
   const Section& a = x.at.A[L];
+  T *F = saved + x.at.size, *v = saved + last_Wb(x);
   std::memcpy(F + f.P, PL, n_L * n_0 * d * sizeof(T));
   lane_gemm<T>(d, n_L, n_0, n_0, {PL, n_0, 1}, {G, n_0, 1}, {F + f.WW, n_0, 1}, false);
-  // Rows n_0 ... of A_L, [c][d][p], are v_(L,1) ... v_(L,L-1) and b_L: the blocks Wb and b one after the other.
+  // Rows n_0 ... of A_L, [c][d][p], are v_(L,1) ... v_(L,L-1) and b_L.
   for (int64_t t = 0; t < L; ++t) {
     const T* row = saved + a.offset + (n_0 + t) * a.row_stride;
-    transpose<T>(d, n_L, row, a.ld, F + f.Wb + t * n_L * d, d);
+    transpose<T>(d, n_L, row, a.ld, t == L - 1 ? F + f.b : v + t * n_L * d, d);
   }
-  const T *b = F + f.b, *v = F + f.Wb;
+  if (v != F + f.Wb) {
+    std::memcpy(F + f.Wb, v, n_L * d * sizeof(T));
+    for (int64_t t = 1; t < L - 1; ++t) add(n_L * d, v + t * n_L * d, F + f.Wb);
+  }
+  const T* b = F + f.b;
   lane_gemm<T>(d, n_L, n_0, 1, {b, 1, 1}, {G + n_0 * n_0 * d, 1, 1}, {F + f.bW, n_0, 1}, false);
   for (int64_t t = 1; t < L; ++t) {
     const T* psi = x.connection(s.pair_of_trace(t));
@@ -70,21 +82,23 @@ void features(const Network<S, T>& x, const T* saved, T* F) {
 
 // Gradients of the features to those of A_L, P_L, G0_L and of the connections of the traces.
 template <typename S, typename T>
-void features_backward(const Network<S, T>& x, const T* saved, const T* F, const T* F_bar, T* grad, T* psi_bar,
+void features_backward(const Network<S, T>& x, const T* saved, const T* F_bar, T* grad, T* psi_bar,
                        Scratch<T> scratch) {
   const Shape& s = x.s;
   const Features f(s);
   const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L(), d = s.d;
   const T *PL = saved + x.at.PL, *G = saved + x.at.G0[L];
   T *PL_bar = grad + x.at.PL, *G_bar = grad + x.at.G0[L];
-  const T *b = F + f.b, *v = F + f.Wb, *g = G + n_0 * n_0 * d;
+  const T *b = saved + x.at.size + f.b, *v = saved + last_Wb(x), *g = G + n_0 * n_0 * d;
   add(n_L * n_0 * d, F_bar + f.P, PL_bar);
   lane_gemm<T>(d, n_L, n_0, n_0, {F_bar + f.WW, n_0, 1}, {G, 1, n_0}, {PL_bar, n_0, 1}, true);
   lane_gemm<T>(d, n_0, n_0, n_L, {PL, 1, n_0}, {F_bar + f.WW, n_0, 1}, {G_bar, n_0, 1}, true);
 
-  T* rows_bar = scratch.take(L * n_L * d);  // of v_(L,1) ... v_(L,L-1), b_L, laid out as in F
-  std::memcpy(rows_bar, F_bar + f.Wb, L * n_L * d * sizeof(T));
+  T* rows_bar = scratch.take(L * n_L * d);  // of v_(L,1) ... v_(L,L-1), b_L
+  for (int64_t t = 0; t < L - 1; ++t)
+    std::memcpy(rows_bar + t * n_L * d, F_bar + f.Wb + std::min(t, s.Wb_blocks(L) - 1) * n_L * d, n_L * d * sizeof(T));
   T* b_bar = rows_bar + (L - 1) * n_L * d;
+  std::memcpy(b_bar, F_bar + f.b, n_L * d * sizeof(T));
   lane_gemm<T>(d, n_L, 1, n_0, {F_bar + f.bW, n_0, 1}, {g, 1, 1}, {b_bar, 1, 1}, true);
   lane_gemm<T>(d, 1, n_0, n_L, {b, 1, 1}, {F_bar + f.bW, n_0, 1}, {G_bar + n_0 * n_0 * d, 1, 1}, true);
   for (int64_t t = 1; t < L; ++t) {
@@ -112,15 +126,16 @@ void features_backward(const Network<S, T>& x, const T* saved, const T* F, const
 
 // out[net, r] = sum_k matrix[r, k] F[net, k]. F is read transposed, [k][net].
 template <typename S, typename T>
-void readout(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, S* out, const Parallel& parallel) {
+void readout(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, Destination<S, T> out,
+             const Parallel& parallel) {
   thread_local std::vector<T> shared;
-  shared.resize(K * B + rows * B);
-  T *F_t = shared.data(), *sums = shared.data() + K * B;
+  shared.resize(K * B + 2 * rows * B);
+  T *F_t = shared.data(), *sums = F_t + K * B, *sums_t = sums + rows * B;
   transpose<T>(B, K, F, K, F_t, B);
   parallel.split(rows, [&](int64_t, int64_t begin, int64_t end) {
     gemm<T>(end - begin, B, K, {matrix + begin * K, K, 1}, F_t, B, sums + begin * B, B, false);
-    for (int64_t r = begin; r < end; ++r)
-      for (int64_t net = 0; net < B; ++net) store_one(sums[r * B + net], out[net * rows + r]);
+    transpose<T>(end - begin, B, sums + begin * B, B, sums_t + begin, rows);
+    for (int64_t net = 0; net < B; ++net) (out + (net * rows + begin)).store(sums_t + net * rows + begin, end - begin);
   });
 }
 

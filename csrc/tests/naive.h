@@ -79,6 +79,18 @@ struct Terms {
     return out;
   }
   Matrix Wb(int64_t i, int64_t t, int64_t c) const { return product(i, t, c) * bias(t, c); }
+  // For every t, or summed over t where the coefficient is shared.
+  std::vector<Matrix> Wb_data(int64_t i, int64_t c) const {
+    std::vector<Matrix> all;
+    for (int64_t t = 1; t < i; ++t) {
+      const Matrix v = Wb(i, t, c);
+      if (s.share_Wb && t > 1)
+        for (size_t k = 0; k < v.data.size(); ++k) all[0].data[k] += v.data[k];
+      else
+        all.push_back(v);
+    }
+    return all;
+  }
   Matrix connection(int64_t pair, int64_t c, bool last_row) const {
     Matrix out(last_row ? 1 : s.n_0(), s.n_L());
     for (int64_t q = 0; q < out.rows; ++q)
@@ -108,7 +120,7 @@ struct Terms {
       append(own, product(i, 0, c));
       append(own, WW(i, 0, s.pair_to_input(i), c));
       append(own, bW(i, 0, s.pair_to_input(i), c));
-      for (int64_t t = 1; t < i; ++t) append(own, Wb(i, t, c));
+      for (const Matrix& v : Wb_data(i, c)) append(own, v);
       append(own, bias(i, c));
       for (size_t k = 0; k < own.size(); ++k) rows[k * s.d + c] = own[k];
     }
@@ -131,7 +143,7 @@ struct Terms {
       add(product(L, 0, c));
       add(WW(L, 0, s.pair_to_input(L), c));
       add(bW(L, 0, s.pair_to_input(L), c));
-      for (int64_t t = 1; t < L; ++t) add(Wb(L, t, c));
+      for (const Matrix& v : Wb_data(L, c)) add(v);
       add(bias(L, c));
       for (int64_t t = 1; t < L; ++t) add_trace(WW(t, t, s.pair_of_trace(t), c));
       for (int64_t t = 1; t < L; ++t) add_trace(bW(t, t, s.pair_of_trace(t), c));
@@ -193,6 +205,16 @@ inline Tensors naive_equivariant(const magep::Shape& s, const Inputs& x) {
     }
   }
   return out;
+}
+
+inline double naive_activation(magep::Activation f, double x) {
+  switch (f) {
+    case magep::Activation::relu: return x > 0 ? x : 0;
+    case magep::Activation::tanh: return std::tanh(x);
+    case magep::Activation::sin: return std::sin(x);
+    case magep::Activation::none: break;
+  }
+  return x;
 }
 
 template <typename X, typename Y>

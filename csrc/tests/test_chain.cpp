@@ -40,7 +40,6 @@ std::vector<Part> parts(const Shape& s, const Layout& at, const Terms& terms, in
     add(at.S[i - 1], 0, transposed(S));
     if (at.R[i].rows > 1) add(at.R[i], 0, transposed(terms.connection(pair, c, false) * S));
     if (at.R[i].rows > 0) add(at.R[i], at.R[i].rows - 1, transposed(terms.connection(pair, c, true) * S));
-    if (at.U[i].rows > 0) add(at.U[i], 0, terms.product(i, 0, c) * terms.connection(pair, c, false));
   }
   return all;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,13 @@ def load_library() -> None:
 
 _missing: str | None
 load_library()
+
+
+def instruction_set() -> str:
+    """The level of the CPU kernels in use, or why there is none."""
+    function = ctypes.CDLL(str(_OPS)).magep_fast_isa
+    function.restype = ctypes.c_char_p
+    return function().decode()
 
 
 @cache
