@@ -40,7 +40,7 @@ constexpr int kSlice = Direct::kRows;
 // `resident`, the weights, which are then read once). Blocks of the same network repeat the chains, which is cheaper
 // than a second launch.
 template <typename S, bool resident>
-__global__ void __launch_bounds__(kThreads) layer_fused(const __grid_constant__ ForwardParameters<S> p) {
+__global__ void __launch_bounds__(kThreads, 1) layer_fused(const __grid_constant__ ForwardParameters<S> p) {
   using T = Computed<S>;
   const Shape& s = p.s;
   const int slices = (s.e + kSlice - 1) / kSlice, net = blockIdx.x / slices, slice = blockIdx.x % slices;
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads) layer_fused(const __grid_constant__ 
 
 // The first of two launches for larger layers: chains and connections of one channel, straight into `saved`.
 template <typename S>
-__global__ void __launch_bounds__(kThreads) layer_chain(const __grid_constant__ ForwardParameters<S> p) {
+__global__ void __launch_bounds__(kThreads, 1) layer_chain(const __grid_constant__ ForwardParameters<S> p) {
   using T = Computed<S>;
   __shared__ typename MixTile<T>::Buffers buffers;
   const Shape& s = p.s;
@@ -91,7 +91,7 @@ constexpr int kReadoutRows = 32;
 
 // The second: one tile of one output of one network.
 template <typename S>
-__global__ void __launch_bounds__(kThreads) layer_mix(const __grid_constant__ ForwardParameters<S> p) {
+__global__ void __launch_bounds__(kThreads, 1) layer_mix(const __grid_constant__ ForwardParameters<S> p) {
   using T = Computed<S>;
   __shared__ typename MixTile<T>::Buffers buffers;
   const Shape& s = p.s;
@@ -169,7 +169,7 @@ __device__ void readout_backward(const MatrixGradientParameters<S>& p, int block
 // Gradients of the matrices, or parts of them, and of the invariants: everything that sums over networks or over the
 // rows of the readout.
 template <typename S>
-__global__ void __launch_bounds__(kThreads) matrix_gradients(const __grid_constant__ MatrixGradientParameters<S> p) {
+__global__ void __launch_bounds__(kThreads, 1) matrix_gradients(const __grid_constant__ MatrixGradientParameters<S> p) {
   using T = Computed<S>;
   union Shared {
     typename MixTile<T>::Buffers tile;
@@ -217,7 +217,7 @@ struct DataGradientParameters {
 // Gradients of what the mixing of an equivariant layer reads, for some channels of one network: either of a hidden
 // layer's rows or of the terms of a layer's weights.
 template <typename S, bool small>
-__global__ void __launch_bounds__(kThreads) data_gradients(const __grid_constant__ DataGradientParameters<S> p) {
+__global__ void __launch_bounds__(kThreads, 1) data_gradients(const __grid_constant__ DataGradientParameters<S> p) {
   using T = Computed<S>;
   const Shape& s = p.s;
   const int L = s.L, jobs = 2 * (L - 1), channel_blocks = (s.d + p.channels - 1) / p.channels;
@@ -279,7 +279,7 @@ __device__ void copy_channel(const Shape& s, const Sections<T>& from, const Sect
 
 // The reverse of connections and chains of one channel of one network.
 template <typename S, bool small>
-__global__ void __launch_bounds__(kThreads) chain_gradients(const __grid_constant__ ChainGradientParameters<S> p) {
+__global__ void __launch_bounds__(kThreads, 1) chain_gradients(const __grid_constant__ ChainGradientParameters<S> p) {
   using T = Computed<S>;
   const Shape& s = p.s;
   const int net = blockIdx.x / s.d, c = blockIdx.x % s.d;
@@ -318,7 +318,7 @@ struct SumParameters {
 
 // Sums parts in their order.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) sum_parts(const __grid_constant__ SumParameters<T> p) {
+__global__ void __launch_bounds__(kThreads, 1) sum_parts(const __grid_constant__ SumParameters<T> p) {
   int job = 0;
   while (p.first_block[job + 1] <= int(blockIdx.x)) ++job;
   const int at = (blockIdx.x - p.first_block[job]) * kThreads + threadIdx.x;
@@ -348,7 +348,7 @@ struct ChainParameters {
 // The chains by themselves, of one channel of one network: forward writes them, backward computes them again and takes
 // their gradients to those of weights and biases.
 template <typename S, bool small, bool backward>
-__global__ void __launch_bounds__(kThreads) chain_products(const __grid_constant__ ChainParameters<S> p) {
+__global__ void __launch_bounds__(kThreads, 1) chain_products(const __grid_constant__ ChainParameters<S> p) {
   using T = Computed<S>;
   const Shape& s = p.s;
   const int64_t channel = blockIdx.x;

@@ -31,25 +31,29 @@ __device__ inline void store(float x, __half& to) { to = __float2half(x); }
 
 enum class Activation : int { none, relu, tanh, sin };
 
+// Out of line: their range reductions would otherwise be repeated wherever a number is loaded or stored.
+template <typename T>
+__noinline__ __device__ T transcendental(Activation f, T x) {
+  return f == Activation::tanh ? ::tanh(x) : ::sin(x);
+}
+template <typename T>
+__noinline__ __device__ T cosine(T x) {
+  return ::cos(x);
+}
+
 template <typename T>
 __device__ T activate(Activation f, T x) {
-  switch (f) {
-    case Activation::relu: return x > T(0) ? x : x != x ? x : T(0);
-    case Activation::tanh: return ::tanh(x);
-    case Activation::sin: return ::sin(x);
-    default: return x;
-  }
+  if (f == Activation::none) return x;
+  if (f == Activation::relu) return x > T(0) || x != x ? x : T(0);
+  return transcendental(f, x);
 }
 
 // f'(x): of relu and tanh from f(x), of sin from x.
 template <typename T>
 __device__ T derivative(Activation f, T given) {
-  switch (f) {
-    case Activation::relu: return given > T(0) ? T(1) : T(0);
-    case Activation::tanh: return T(1) - given * given;
-    case Activation::sin: return ::cos(given);
-    default: return T(1);
-  }
+  if (f == Activation::relu) return given > T(0) ? T(1) : T(0);
+  if (f == Activation::tanh) return T(1) - given * given;
+  return cosine(given);
 }
 
 }  // namespace magep::cuda
