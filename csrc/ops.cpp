@@ -13,6 +13,8 @@
 
 namespace {
 
+using magep::Activation;
+using magep::LinearShape;
 using magep::Shape;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -63,7 +65,9 @@ void check(const Tensor& x, const char* op, const std::string& name, const std::
 
 std::string item(const char* name, size_t k) { return std::string(name) + "[" + std::to_string(k) + "]"; }
 
-// One call's tensors, checked, contiguous, with their pointers.
+using Sizes = std::vector<int64_t>;
+
+// Tensors made contiguous, with their pointers.
 template <typename X>
 struct Pointers {
   std::vector<Tensor> keep;
@@ -73,7 +77,121 @@ struct Pointers {
     keep.push_back(x.is_contiguous() ? x : torch::stable::contiguous(x));
     data.push_back(static_cast<X*>(keep.back().data_ptr()));
   }
+  void add(const std::vector<Tensor>& tensors) {
+    for (const Tensor& x : tensors) add(x);
+  }
   X* const* get() const { return data.data(); }
+};
+
+// New tensors appended to `results`, and their pointers.
+template <typename X>
+std::vector<X*> allocate(std::vector<Tensor>& results, const Tensor& like, const std::vector<Sizes>& shapes,
+                         ScalarType dtype) {
+  std::vector<X*> data;
+  for (const Sizes& shape : shapes) {
+    results.push_back(torch::stable::new_empty(like, shape, dtype));
+    data.push_back(static_cast<X*>(results.back().mutable_data_ptr()));
+  }
+  return data;
+}
+
+// Weights [B, channels_i, n_i, n_(i-1)], then biases [B, bias_channels, n_i].
+std::vector<Sizes> feature_shapes(int64_t B, const Sizes& channels, int64_t bias_channels, const Sizes& n) {
+  std::vector<Sizes> shapes;
+  for (size_t i = 1; i < n.size(); ++i) shapes.push_back({B, channels[i - 1], n[i], n[i - 1]});
+  for (size_t i = 1; i < n.size(); ++i) shapes.push_back({B, bias_channels, n[i]});
+  return shapes;
+}
+std::vector<Sizes> feature_shapes(const Shape& s, int64_t channels) {
+  return feature_shapes(s.B, Sizes(s.L(), channels), channels, s.n);
+}
+
+template <typename X>
+Pointers<const X> features(const std::vector<Tensor>& weights, const std::vector<Tensor>& biases) {
+  Pointers<const X> pointers;
+  pointers.add(weights);
+  pointers.add(biases);
+  return pointers;
+}
+
+// Tensors that must have the given shapes, such as gradients of outputs.
+template <typename X>
+Pointers<const X> checked(const std::vector<Tensor>& tensors, const char* op, const char* name,
+                          const std::vector<Sizes>& shapes, ScalarType dtype) {
+  STD_TORCH_CHECK(tensors.size() == shapes.size(), op, ": expected ", shapes.size(), " ", name, "; found ",
+                  tensors.size());
+  Pointers<const X> pointers;
+  for (size_t k = 0; k < shapes.size(); ++k) {
+    check(tensors[k], op, item(name, k), shapes[k], dtype);
+    pointers.add(tensors[k]);
+  }
+  return pointers;
+}
+
+template <typename T>
+constexpr ScalarType scalar_type() {
+  return sizeof(T) == 8 ? ScalarType::Double : ScalarType::Float;
+}
+
+// Parameters in the type of computation.
+template <typename T>
+Pointers<const T> parameters(const std::vector<Tensor>& tensors, const char* op, const char* name,
+                             const std::vector<Sizes>& shapes, ScalarType dtype) {
+  if (dtype == scalar_type<T>()) return checked<T>(tensors, op, name, shapes, dtype);
+  const auto narrow = checked<T>(tensors, op, name, shapes, dtype);
+  Pointers<const T> pointers;
+  for (const Tensor& x : narrow.keep) pointers.add(torch::stable::to(x, scalar_type<T>()));
+  return pointers;
+}
+
+// Gradients of parameters, from the type of computation to that of the parameters; zero for an empty batch.
+void finish_gradients(std::vector<Tensor>& results, size_t first, int64_t B, ScalarType dtype) {
+  for (size_t k = first; k < results.size(); ++k) {
+    if (B == 0) torch::stable::zero_(results[k]);
+    if (results[k].scalar_type() != dtype) results[k] = torch::stable::to(results[k], dtype);
+  }
+}
+
+Activation activation_of(const char* op, int64_t code) {
+  STD_TORCH_CHECK(0 <= code && code <= static_cast<int64_t>(Activation::sin), op,
+                  ": activation must be 0 (none), 1 (relu), 2 (tanh) or 3 (sin); found ", code);
+  return static_cast<Activation>(code);
+}
+
+// The outputs of an equivariant layer as `results`, followed by the values before the activation if the backward pass
+// will ask for them.
+template <typename S>
+struct LayerResults {
+  std::vector<S*> values, before;
+
+  LayerResults(std::vector<Tensor>& results, const Tensor& like, const std::vector<Sizes>& shapes)
+      : values(allocate<S>(results, like, shapes, like.scalar_type())) {}
+  void keep_before(std::vector<Tensor>& results, const Tensor& like, const std::vector<Sizes>& shapes) {
+    before = allocate<S>(results, like, shapes, like.scalar_type());
+  }
+  magep::Outputs<S> outputs(Activation f) const {
+    const size_t L = values.size() / 2;
+    S* const* b = before.empty() ? nullptr : before.data();
+    return {values.data(), values.data() + L, b, b ? b + L : nullptr, f};
+  }
+};
+
+// Gradients of the outputs with what the activation's slope is computed from.
+template <typename S>
+struct LayerGradients {
+  Pointers<const S> bars, known;
+  Activation f;
+
+  LayerGradients(const char* op, const std::vector<Tensor>& grads, const std::vector<Tensor>& known_tensors,
+                 const std::vector<Sizes>& shapes, ScalarType dtype, Activation f)
+      : bars(checked<S>(grads, op, "grads", shapes, dtype)), f(f) {
+    if (f != Activation::none) known = checked<S>(known_tensors, op, "known", shapes, dtype);
+  }
+  magep::OutputGradients<S> get() const {
+    const size_t L = bars.data.size() / 2;
+    const S* const* k = known.data.empty() ? nullptr : known.get();
+    return {bars.get(), bars.get() + L, k, k ? k + L : nullptr, f};
+  }
 };
 
 Shape shape_of(const char* op, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
@@ -94,52 +212,27 @@ Shape shape_of(const char* op, const std::vector<Tensor>& weights, const std::ve
   return s;
 }
 
-template <typename T>
-constexpr ScalarType scalar_type() {
-  return sizeof(T) == 8 ? ScalarType::Double : ScalarType::Float;
-}
-
-// Parameters in the type of computation.
-template <typename T>
-Tensor parameter(const Tensor& x) {
-  return x.scalar_type() == scalar_type<T>() ? x : torch::stable::to(x, scalar_type<T>());
-}
-
-std::vector<std::vector<int64_t>> matrix_shapes(const Shape& s) {
-  std::vector<std::vector<int64_t>> shapes;
+std::vector<Sizes> matrix_shapes(const Shape& s) {
+  std::vector<Sizes> shapes;
   for (int64_t i = 1; i <= s.L(); ++i) {
     if (i == s.L()) {
       shapes.push_back({s.e * s.n_L(), 3 * s.n_L() * s.d});
       shapes.push_back({s.e * s.n_L(), s.readout_columns()});
     } else {
-      shapes.push_back(i == 1 ? std::vector<int64_t>{s.e * s.n_0(), s.hidden_columns(1)}
-                              : std::vector<int64_t>{s.e, 3 * s.d});
+      shapes.push_back(i == 1 ? Sizes{s.e * s.n_0(), s.hidden_columns(1)} : Sizes{s.e, 3 * s.d});
       shapes.push_back({s.e, s.hidden_columns(i)});
     }
   }
   return shapes;
 }
 
-template <typename T>
-Pointers<const T> parameters(const char* op, const std::vector<Tensor>& matrices,
-                             const std::vector<std::vector<int64_t>>& shapes, ScalarType dtype) {
-  STD_TORCH_CHECK(matrices.size() == shapes.size(), op, ": expected ", shapes.size(), " matrices; found ",
-                  matrices.size());
-  Pointers<const T> pointers;
-  for (size_t k = 0; k < shapes.size(); ++k) {
-    check(matrices[k], op, item("matrices", k), shapes[k], dtype);
-    pointers.add(parameter<T>(matrices[k]));
-  }
-  return pointers;
-}
-
-std::vector<int64_t> psi_shape(const Shape& s, bool equivariant) {
+Sizes psi_shape(const Shape& s, bool equivariant) {
   return {equivariant ? s.num_pairs() : s.L(), s.n_0() + 1, s.n_L(), s.d};
 }
 
 // Shapes of the results of chain: A_1 ... A_L, S_1 ... S_(L-1).
-std::vector<std::vector<int64_t>> chain_shapes(const Shape& s) {
-  std::vector<std::vector<int64_t>> shapes;
+std::vector<Sizes> chain_shapes(const Shape& s) {
+  std::vector<Sizes> shapes;
   for (int64_t i = 1; i <= s.L(); ++i) shapes.push_back({s.B, s.d, s.n[i], s.columns(i) - 1});
   for (int64_t t = 1; t < s.L(); ++t) shapes.push_back({s.B, s.d, s.n_L(), s.n[t]});
   return shapes;
@@ -149,22 +242,16 @@ std::vector<std::vector<int64_t>> chain_shapes(const Shape& s) {
 std::vector<Tensor> chain(std::vector<Tensor> weights, std::vector<Tensor> biases) {
   const char* op = "magep_fast::chain";
   const Shape s = shape_of(op, weights, biases, 1, 1);
-  return with_types(weights[0].scalar_type(), op, [&](auto storage, auto compute) {
+  const ScalarType dtype = weights[0].scalar_type();
+  return with_types(dtype, op, [&](auto storage, auto compute) {
     using S = decltype(storage);
     using T = decltype(compute);
-    Pointers<const S> W, b;
-    for (int64_t i = 0; i < s.L(); ++i) {
-      W.add(weights[i]);
-      b.add(biases[i]);
-    }
+    const auto x = features<S>(weights, biases);
     std::vector<Tensor> results;
-    std::vector<S*> out;
-    for (const auto& shape : chain_shapes(s)) {
-      results.push_back(torch::stable::new_empty(weights[0], shape));
-      out.push_back(static_cast<S*>(results.back().mutable_data_ptr()));
-    }
+    const auto out = allocate<S>(results, weights[0], chain_shapes(s), dtype);
     if (s.B > 0)
-      magep::kernels().of<S, T>().chain_forward(s, W.get(), b.get(), out.data(), out.data() + s.L(), torch_threads());
+      magep::kernels().of<S, T>().chain_forward(s, x.get(), x.get() + s.L(), out.data(), out.data() + s.L(),
+                                                torch_threads());
     return results;
   });
 }
@@ -174,64 +261,41 @@ std::vector<Tensor> chain_backward(std::vector<Tensor> grads, std::vector<Tensor
   const char* op = "magep_fast::chain_backward";
   const Shape s = shape_of(op, weights, biases, 1, 1);
   const ScalarType dtype = weights[0].scalar_type();
-  const auto shapes = chain_shapes(s);
-  STD_TORCH_CHECK(grads.size() == shapes.size(), op, ": expected ", shapes.size(), " gradients; found ", grads.size());
   return with_types(dtype, op, [&](auto storage, auto compute) {
     using S = decltype(storage);
     using T = decltype(compute);
-    Pointers<const S> W, b, bar;
+    const auto bar = checked<S>(grads, op, "grads", chain_shapes(s), dtype);
+    const auto x = features<S>(weights, biases);
     std::vector<Tensor> results;
-    std::vector<S*> out;
-    for (size_t k = 0; k < shapes.size(); ++k) {
-      check(grads[k], op, item("grads", k), shapes[k], dtype);
-      bar.add(grads[k]);
-    }
-    for (int64_t i = 0; i < s.L(); ++i) {
-      W.add(weights[i]);
-      b.add(biases[i]);
-      results.push_back(torch::stable::new_empty(weights[0], {s.B, s.d, s.n[i + 1], s.n[i]}));
-    }
-    for (int64_t i = 0; i < s.L(); ++i) results.push_back(torch::stable::new_empty(weights[0], {s.B, s.d, s.n[i + 1]}));
-    for (const Tensor& x : results) out.push_back(static_cast<S*>(x.mutable_data_ptr()));
+    const auto out = allocate<S>(results, weights[0], feature_shapes(s, s.d), dtype);
     if (s.B > 0)
-      magep::kernels().of<S, T>().chain_backward(s, bar.get(), bar.get() + s.L(), W.get(), b.get(), out.data(),
+      magep::kernels().of<S, T>().chain_backward(s, bar.get(), bar.get() + s.L(), x.get(), x.get() + s.L(), out.data(),
                                                  out.data() + s.L(), torch_threads());
     return results;
   });
 }
 
-// -> new weights, new biases, saved
+// -> new weights, new biases, saved, and with `training` and sin the weights and biases before the activation
 std::vector<Tensor> equivariant(std::vector<Tensor> weights, std::vector<Tensor> biases, std::vector<Tensor> matrices,
-                                Tensor psi, int64_t out_channels) {
+                                Tensor psi, int64_t out_channels, int64_t activation, bool training) {
   const char* op = "magep_fast::equivariant";
   const Shape s = shape_of(op, weights, biases, out_channels);
+  const Activation f = activation_of(op, activation);
   const ScalarType dtype = weights[0].scalar_type();
   return with_types(dtype, op, [&](auto storage, auto compute) {
     using S = decltype(storage);
     using T = decltype(compute);
-    check(psi, op, "psi", psi_shape(s, true), dtype);
-    const auto phi = parameters<T>(op, matrices, matrix_shapes(s), dtype);
-    Pointers<const T> connections;
-    connections.add(parameter<T>(psi));
-    Pointers<const S> W, b;
+    const auto phi = parameters<T>(matrices, op, "matrices", matrix_shapes(s), dtype);
+    const auto connections = parameters<T>({psi}, op, "psi", {psi_shape(s, true)}, dtype);
+    const auto x = features<S>(weights, biases);
     std::vector<Tensor> results;
-    std::vector<S*> W_out, b_out;
-    for (int64_t i = 1; i <= s.L(); ++i) {
-      W.add(weights[i - 1]);
-      b.add(biases[i - 1]);
-      results.push_back(torch::stable::new_empty(weights[0], {s.B, s.e, s.n[i], s.n[i - 1]}));
-      W_out.push_back(static_cast<S*>(results.back().mutable_data_ptr()));
-    }
-    for (int64_t i = 1; i <= s.L(); ++i) {
-      results.push_back(torch::stable::new_empty(weights[0], {s.B, s.e, s.n[i]}));
-      b_out.push_back(static_cast<S*>(results.back().mutable_data_ptr()));
-    }
-    results.push_back(torch::stable::new_empty(weights[0], {s.B, magep::saved_size(s, magep::Operation::equivariant)},
-                                               scalar_type<T>()));
+    LayerResults<S> out(results, weights[0], feature_shapes(s, s.e));
+    const auto saved = allocate<T>(results, weights[0], {{s.B, magep::saved_size(s, magep::Operation::equivariant)}},
+                                   scalar_type<T>());
+    if (training && f == Activation::sin) out.keep_before(results, weights[0], feature_shapes(s, s.e));
     if (s.B > 0)
-      magep::kernels().of<S, T>().equivariant_forward(s, W.get(), b.get(), phi.get(), connections.data[0], W_out.data(),
-                                                      b_out.data(), static_cast<T*>(results.back().mutable_data_ptr()),
-                                                      torch_threads());
+      magep::kernels().of<S, T>().equivariant_forward(s, x.get(), x.get() + s.L(), phi.get(), connections.data[0],
+                                                      out.outputs(f), saved[0], torch_threads());
     return results;
   });
 }
@@ -239,55 +303,130 @@ std::vector<Tensor> equivariant(std::vector<Tensor> weights, std::vector<Tensor>
 // -> gradients of weights, biases, matrices, psi
 std::vector<Tensor> equivariant_backward(std::vector<Tensor> grads, std::vector<Tensor> weights,
                                          std::vector<Tensor> biases, std::vector<Tensor> matrices, Tensor psi,
-                                         Tensor saved, int64_t out_channels) {
+                                         Tensor saved, std::vector<Tensor> known, int64_t out_channels,
+                                         int64_t activation) {
   const char* op = "magep_fast::equivariant_backward";
   const Shape s = shape_of(op, weights, biases, out_channels);
+  const Activation f = activation_of(op, activation);
   const ScalarType dtype = weights[0].scalar_type();
-  const auto L = static_cast<size_t>(s.L());
-  STD_TORCH_CHECK(grads.size() == 2 * L, op, ": expected ", 2 * L, " gradients; found ", grads.size());
   return with_types(dtype, op, [&](auto storage, auto compute) {
     using S = decltype(storage);
     using T = decltype(compute);
-    check(psi, op, "psi", psi_shape(s, true), dtype);
-    check(saved, op, "saved", {s.B, magep::saved_size(s, magep::Operation::equivariant)}, scalar_type<T>());
-    Pointers<const T> kept;
-    kept.add(saved);
-    const auto phi = parameters<T>(op, matrices, matrix_shapes(s), dtype);
-    Pointers<const T> connections;
-    connections.add(parameter<T>(psi));
-    Pointers<const S> W, b, W_out_bar, b_out_bar;
+    const LayerGradients<S> bars(op, grads, known, feature_shapes(s, s.e), dtype, f);
+    const auto phi = parameters<T>(matrices, op, "matrices", matrix_shapes(s), dtype);
+    const auto connections = parameters<T>({psi}, op, "psi", {psi_shape(s, true)}, dtype);
+    const auto kept = checked<T>({saved}, op, "saved", {{s.B, magep::saved_size(s, magep::Operation::equivariant)}},
+                                 scalar_type<T>());
+    const auto x = features<S>(weights, biases);
     std::vector<Tensor> results;
-    std::vector<S*> W_bar, b_bar;
-    std::vector<T*> phi_bar;
-    for (size_t i = 0; i < L; ++i) {
-      check(grads[i], op, item("grads", i), {s.B, s.e, s.n[i + 1], s.n[i]}, dtype);
-      check(grads[L + i], op, item("grads", L + i), {s.B, s.e, s.n[i + 1]}, dtype);
-      W.add(weights[i]);
-      b.add(biases[i]);
-      W_out_bar.add(grads[i]);
-      b_out_bar.add(grads[L + i]);
-      results.push_back(torch::stable::new_empty(weights[0], {s.B, s.d, s.n[i + 1], s.n[i]}));
-      W_bar.push_back(static_cast<S*>(results.back().mutable_data_ptr()));
-    }
-    for (size_t i = 0; i < L; ++i) {
-      results.push_back(torch::stable::new_empty(weights[0], {s.B, s.d, s.n[i + 1]}));
-      b_bar.push_back(static_cast<S*>(results.back().mutable_data_ptr()));
-    }
-    for (const auto& shape : matrix_shapes(s)) {
-      results.push_back(torch::stable::new_empty(weights[0], shape, scalar_type<T>()));
-      phi_bar.push_back(static_cast<T*>(results.back().mutable_data_ptr()));
-    }
-    results.push_back(torch::stable::new_empty(weights[0], psi_shape(s, true), scalar_type<T>()));
-    if (s.B > 0) {
+    const auto x_bar = allocate<S>(results, weights[0], feature_shapes(s, s.d), dtype);
+    const auto phi_bar = allocate<T>(results, weights[0], matrix_shapes(s), scalar_type<T>());
+    const auto psi_bar = allocate<T>(results, weights[0], {psi_shape(s, true)}, scalar_type<T>());
+    if (s.B > 0)
       magep::kernels().of<S, T>().equivariant_backward(
-          s, W_out_bar.get(), b_out_bar.get(), W.get(), b.get(), phi.get(), connections.data[0], kept.data[0],
-          W_bar.data(), b_bar.data(), phi_bar.data(), static_cast<T*>(results.back().mutable_data_ptr()),
-          torch_threads());
+          s, bars.get(), x.get(), x.get() + s.L(), phi.get(), connections.data[0], kept.data[0], x_bar.data(),
+          x_bar.data() + s.L(), phi_bar.data(), psi_bar[0], torch_threads());
+    finish_gradients(results, x_bar.size(), s.B, dtype);
+    return results;
+  });
+}
+
+LinearShape linear_shape(const char* op, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
+                         const std::vector<Tensor>& matrices, int64_t out_channels) {
+  const size_t L = weights.size();
+  STD_TORCH_CHECK(L >= 2 && L == biases.size() && 2 * L == matrices.size(), op,
+                  ": expected as many weights as biases, at least two of each, and two matrices for each; found ", L,
+                  ", ", biases.size(), " and ", matrices.size());
+  STD_TORCH_CHECK(weights[0].dim() == 4 && biases[0].dim() == 3, op,
+                  ": weights must have rank 4 and biases rank 3; found ", weights[0].dim(), " and ", biases[0].dim());
+  LinearShape s{weights[0].size(0), biases[0].size(1), out_channels, {weights[0].size(3)}, {}, {}};
+  STD_TORCH_CHECK(s.d >= 1 && s.e >= 1, op, ": expected at least one channel in and out; found ", s.d, " and ", s.e);
+  const auto dtype = weights[0].scalar_type();
+  for (size_t i = 0; i < L; ++i) {
+    STD_TORCH_CHECK(weights[i].dim() == 4, op, ": weights[", i, "] must have rank 4; found ", weights[i].dim());
+    STD_TORCH_CHECK(matrices[2 * i].dim() == 2, op, ": matrices[", 2 * i, "] must have rank 2; found ",
+                    matrices[2 * i].dim());
+    s.n.push_back(weights[i].size(2));
+    s.in.push_back(weights[i].size(1));
+    check(weights[i], op, item("weights", i), {s.B, s.in[i], s.n[i + 1], s.n[i]}, dtype);
+    check(biases[i], op, item("biases", i), {s.B, s.d, s.n[i + 1]}, dtype);
+  }
+  for (int64_t n : s.n) STD_TORCH_CHECK(n >= 1, op, ": every width must be at least 1");
+  for (size_t i = 0; i < L; ++i) {
+    const int64_t rows = i == 0 ? s.n[0] : i == L - 1 ? s.n[L] : 1;  // of the matrix for each channel out
+    s.out.push_back(matrices[2 * i].size(0) / rows);
+    STD_TORCH_CHECK(s.in[i] % s.d == 0 && s.in[i] > 0 && s.out[i] % s.e == 0 && s.out[i] > 0, op,
+                    ": channels of weights must be multiples of those of biases; layer ", i + 1, " has ", s.in[i],
+                    " in and ", s.out[i], " out");
+  }
+  return s;
+}
+
+std::vector<Sizes> matrix_shapes(const LinearShape& s) {
+  const size_t L = s.in.size();
+  std::vector<Sizes> shapes;
+  for (size_t i = 0; i < L; ++i) {
+    if (i == 0) {
+      const int64_t columns = s.n[0] * s.in[0] + s.d;
+      shapes.push_back({s.out[0] * s.n[0], columns});
+      shapes.push_back({s.e, columns});
+    } else if (i < L - 1) {
+      shapes.push_back({s.out[i], s.in[i]});
+      shapes.push_back({s.e, s.d});
     } else {
-      for (size_t k = 2 * L; k < results.size(); ++k) torch::stable::zero_(results[k]);
+      shapes.push_back({s.out[i] * s.n[L], s.n[L] * s.in[i]});
+      shapes.push_back({s.e * s.n[L], s.n[L] * s.d + 1});
     }
-    if (dtype != scalar_type<T>())
-      for (size_t k = 2 * L; k < results.size(); ++k) results[k] = torch::stable::to(results[k], dtype);
+  }
+  return shapes;
+}
+
+// -> new weights, new biases, and with `training` and sin the weights and biases before the activation
+std::vector<Tensor> linear(std::vector<Tensor> weights, std::vector<Tensor> biases, std::vector<Tensor> matrices,
+                           int64_t out_channels, int64_t activation, bool training) {
+  const char* op = "magep_fast::linear";
+  const LinearShape s = linear_shape(op, weights, biases, matrices, out_channels);
+  const Activation f = activation_of(op, activation);
+  const ScalarType dtype = weights[0].scalar_type();
+  return with_types(dtype, op, [&](auto storage, auto compute) {
+    using S = decltype(storage);
+    using T = decltype(compute);
+    const auto phi = parameters<T>(matrices, op, "matrices", matrix_shapes(s), dtype);
+    const auto x = features<S>(weights, biases);
+    const auto shapes = feature_shapes(s.B, s.out, s.e, s.n);
+    std::vector<Tensor> results;
+    LayerResults<S> out(results, weights[0], shapes);
+    if (training && f == Activation::sin) out.keep_before(results, weights[0], shapes);
+    if (s.B > 0)
+      magep::kernels().of<S, T>().linear_forward(s, x.get(), x.get() + s.L(), phi.get(), out.outputs(f),
+                                                 torch_threads());
+    return results;
+  });
+}
+
+// -> gradients of matrices, and with `inputs` before them those of weights and biases
+std::vector<Tensor> linear_backward(std::vector<Tensor> grads, std::vector<Tensor> weights, std::vector<Tensor> biases,
+                                    std::vector<Tensor> matrices, std::vector<Tensor> known, int64_t out_channels,
+                                    int64_t activation, bool inputs) {
+  const char* op = "magep_fast::linear_backward";
+  const LinearShape s = linear_shape(op, weights, biases, matrices, out_channels);
+  const Activation f = activation_of(op, activation);
+  const ScalarType dtype = weights[0].scalar_type();
+  return with_types(dtype, op, [&](auto storage, auto compute) {
+    using S = decltype(storage);
+    using T = decltype(compute);
+    const LayerGradients<S> bars(op, grads, known, feature_shapes(s.B, s.out, s.e, s.n), dtype, f);
+    const auto phi = parameters<T>(matrices, op, "matrices", matrix_shapes(s), dtype);
+    const auto x = features<S>(weights, biases);
+    std::vector<Tensor> results;
+    std::vector<S*> x_bar;
+    if (inputs) x_bar = allocate<S>(results, weights[0], feature_shapes(s.B, s.in, s.d, s.n), dtype);
+    const auto phi_bar = allocate<T>(results, weights[0], matrix_shapes(s), scalar_type<T>());
+    if (s.B > 0)
+      magep::kernels().of<S, T>().linear_backward(
+          s, bars.get(), x.get(), x.get() + s.L(), phi.get(), inputs ? x_bar.data() : nullptr,
+          inputs ? x_bar.data() + s.L() : nullptr, phi_bar.data(), torch_threads());
+    finish_gradients(results, x_bar.size(), s.B, dtype);
     return results;
   });
 }
@@ -302,88 +441,69 @@ std::vector<T> spread_psi(const Shape& s, const T* psi) {
   std::copy(psi + size, psi + s.L() * size, all.data() + s.pair_of_trace(1) * size);
   return all;
 }
+template <typename T>
+void gather_psi(const Shape& s, const T* all, T* psi) {
+  const int64_t size = (s.n_0() + 1) * s.n_L() * s.d;
+  const T *to_input = all + s.pair_to_input(s.L()) * size, *traces = all + s.pair_of_trace(1) * size;
+  std::copy(to_input, to_input + size, psi);
+  std::copy(traces, traces + (s.L() - 1) * size, psi + size);
+}
+
+int64_t rows_of(const char* op, const Tensor& matrix) {
+  STD_TORCH_CHECK(matrix.dim() == 2, op, ": matrix must have rank 2; found ", matrix.dim());
+  return matrix.size(0);
+}
 
 // -> out, saved
-std::vector<Tensor> invariant(std::vector<Tensor> weights, std::vector<Tensor> biases, std::vector<Tensor> matrices,
-                              Tensor psi, int64_t out_features) {
+std::vector<Tensor> invariant(std::vector<Tensor> weights, std::vector<Tensor> biases, Tensor matrix, Tensor psi) {
   const char* op = "magep_fast::invariant";
-  const Shape s = shape_of(op, weights, biases, out_features);
+  const Shape s = shape_of(op, weights, biases, rows_of(op, matrix));
   const ScalarType dtype = weights[0].scalar_type();
   return with_types(dtype, op, [&](auto storage, auto compute) {
     using S = decltype(storage);
     using T = decltype(compute);
-    check(psi, op, "psi", psi_shape(s, false), dtype);
-    auto phi = parameters<T>(op, matrices, {{s.e, s.readout_columns()}}, dtype);
-    phi.add(parameter<T>(psi));
-    Pointers<const S> W, b;
-    for (int64_t i = 0; i < s.L(); ++i) {
-      W.add(weights[i]);
-      b.add(biases[i]);
-    }
-    std::vector<Tensor> results{
-        torch::stable::new_empty(weights[0], {s.B, s.e}),
-        torch::stable::new_empty(weights[0], {s.B, magep::saved_size(s, magep::Operation::invariant)},
-                                 scalar_type<T>())};
+    const auto phi = parameters<T>({matrix}, op, "matrix", {{s.e, s.readout_columns()}}, dtype);
+    const auto connections = parameters<T>({psi}, op, "psi", {psi_shape(s, false)}, dtype);
+    const auto x = features<S>(weights, biases);
+    std::vector<Tensor> results;
+    const auto out = allocate<S>(results, weights[0], {{s.B, s.e}}, dtype);
+    const auto saved =
+        allocate<T>(results, weights[0], {{s.B, magep::saved_size(s, magep::Operation::invariant)}}, scalar_type<T>());
     if (s.B > 0)
-      magep::kernels().of<S, T>().invariant_forward(s, W.get(), b.get(), phi.data[0], spread_psi(s, phi.data[1]).data(),
-                                                    static_cast<S*>(results[0].mutable_data_ptr()),
-                                                    static_cast<T*>(results[1].mutable_data_ptr()), torch_threads());
+      magep::kernels().of<S, T>().invariant_forward(s, x.get(), x.get() + s.L(), phi.data[0],
+                                                    spread_psi(s, connections.data[0]).data(), out[0], saved[0],
+                                                    torch_threads());
     return results;
   });
 }
 
-// -> gradients of weights, biases, matrices, psi
-std::vector<Tensor> invariant_backward(std::vector<Tensor> grads, std::vector<Tensor> weights,
-                                       std::vector<Tensor> biases, std::vector<Tensor> matrices, Tensor psi,
-                                       Tensor saved, int64_t out_features) {
+// -> gradients of weights, biases, matrix, psi
+std::vector<Tensor> invariant_backward(Tensor grad, std::vector<Tensor> weights, std::vector<Tensor> biases,
+                                       Tensor matrix, Tensor psi, Tensor saved) {
   const char* op = "magep_fast::invariant_backward";
-  const Shape s = shape_of(op, weights, biases, out_features);
-  STD_TORCH_CHECK(grads.size() == 1, op, ": expected one gradient; found ", grads.size());
+  const Shape s = shape_of(op, weights, biases, rows_of(op, matrix));
   const ScalarType dtype = weights[0].scalar_type();
-  const auto L = static_cast<size_t>(s.L());
   return with_types(dtype, op, [&](auto storage, auto compute) {
     using S = decltype(storage);
     using T = decltype(compute);
-    check(grads[0], op, item("grads", 0), {s.B, s.e}, dtype);
-    check(psi, op, "psi", psi_shape(s, false), dtype);
-    check(saved, op, "saved", {s.B, magep::saved_size(s, magep::Operation::invariant)}, scalar_type<T>());
-    Pointers<const T> kept;
-    kept.add(saved);
-    auto phi = parameters<T>(op, matrices, {{s.e, s.readout_columns()}}, dtype);
-    phi.add(parameter<T>(psi));
-    Pointers<const S> W, b, out_bar;
-    out_bar.add(grads[0]);
+    const auto bar = checked<S>({grad}, op, "grad", {{s.B, s.e}}, dtype);
+    const auto phi = parameters<T>({matrix}, op, "matrix", {{s.e, s.readout_columns()}}, dtype);
+    const auto connections = parameters<T>({psi}, op, "psi", {psi_shape(s, false)}, dtype);
+    const auto kept =
+        checked<T>({saved}, op, "saved", {{s.B, magep::saved_size(s, magep::Operation::invariant)}}, scalar_type<T>());
+    const auto x = features<S>(weights, biases);
     std::vector<Tensor> results;
-    std::vector<S*> W_bar, b_bar;
-    for (size_t i = 0; i < L; ++i) {
-      W.add(weights[i]);
-      b.add(biases[i]);
-      results.push_back(torch::stable::new_empty(weights[0], {s.B, s.d, s.n[i + 1], s.n[i]}));
-      W_bar.push_back(static_cast<S*>(results.back().mutable_data_ptr()));
-    }
-    for (size_t i = 0; i < L; ++i) {
-      results.push_back(torch::stable::new_empty(weights[0], {s.B, s.d, s.n[i + 1]}));
-      b_bar.push_back(static_cast<S*>(results.back().mutable_data_ptr()));
-    }
-    results.push_back(torch::stable::new_empty(weights[0], {s.e, s.readout_columns()}, scalar_type<T>()));
-    results.push_back(torch::stable::new_empty(weights[0], psi_shape(s, false), scalar_type<T>()));
+    const auto x_bar = allocate<S>(results, weights[0], feature_shapes(s, s.d), dtype);
+    const auto phi_bar = allocate<T>(results, weights[0], {{s.e, s.readout_columns()}}, scalar_type<T>());
+    const auto psi_bar = allocate<T>(results, weights[0], {psi_shape(s, false)}, scalar_type<T>());
     if (s.B > 0) {
-      std::vector<T> psi_bar(s.psi_size());
-      magep::kernels().of<S, T>().invariant_backward(s, out_bar.data[0], W.get(), b.get(), phi.data[0],
-                                                     spread_psi(s, phi.data[1]).data(), kept.data[0], W_bar.data(),
-                                                     b_bar.data(), static_cast<T*>(results[2 * L].mutable_data_ptr()),
-                                                     psi_bar.data(), torch_threads());
-      const int64_t size = (s.n_0() + 1) * s.n_L() * s.d;
-      T* out = static_cast<T*>(results[2 * L + 1].mutable_data_ptr());
-      const T *to_input = psi_bar.data() + s.pair_to_input(s.L()) * size,
-              *traces = psi_bar.data() + s.pair_of_trace(1) * size;
-      std::copy(to_input, to_input + size, out);
-      std::copy(traces, traces + (s.L() - 1) * size, out + size);
-    } else {
-      for (size_t k = 2 * L; k < results.size(); ++k) torch::stable::zero_(results[k]);
+      std::vector<T> all_bar(s.psi_size());
+      magep::kernels().of<S, T>().invariant_backward(
+          s, bar.data[0], x.get(), x.get() + s.L(), phi.data[0], spread_psi(s, connections.data[0]).data(),
+          kept.data[0], x_bar.data(), x_bar.data() + s.L(), phi_bar[0], all_bar.data(), torch_threads());
+      gather_psi(s, all_bar.data(), psi_bar[0]);
     }
-    if (dtype != scalar_type<T>())
-      for (size_t k = 2 * L; k < results.size(); ++k) results[k] = torch::stable::to(results[k], dtype);
+    finish_gradients(results, x_bar.size(), s.B, dtype);
     return results;
   });
 }
@@ -393,16 +513,25 @@ std::vector<Tensor> invariant_backward(std::vector<Tensor> grads, std::vector<Te
 STABLE_TORCH_LIBRARY(magep_fast, m) {
   m.def("chain(Tensor[] weights, Tensor[] biases) -> Tensor[]");
   m.def("chain_backward(Tensor[] grads, Tensor[] weights, Tensor[] biases) -> Tensor[]");
-  // Each layer returns its outputs and last `saved`, what the backward pass needs; the backward returns the gradients
-  // of weights, biases, matrices and psi, in this order.
-  m.def("equivariant(Tensor[] weights, Tensor[] biases, Tensor[] matrices, Tensor psi, int out_channels) -> Tensor[]");
-  m.def("invariant(Tensor[] weights, Tensor[] biases, Tensor[] matrices, Tensor psi, int out_channels) -> Tensor[]");
+  // Each layer returns its outputs and what the backward pass needs; the backward returns the gradients of weights,
+  // biases, matrices and psi, in this order. activation: 0 none, 1 relu, 2 tanh, 3 sin. known: what its slope is
+  // computed from, the outputs, or for sin (which returns them last, when training) the values before it.
+  m.def(
+      "equivariant(Tensor[] weights, Tensor[] biases, Tensor[] matrices, Tensor psi, int out_channels, int activation, "
+      "bool training) -> Tensor[]");
   m.def(
       "equivariant_backward(Tensor[] grads, Tensor[] weights, Tensor[] biases, Tensor[] matrices, Tensor psi, "
-      "Tensor saved, int out_channels) -> Tensor[]");
+      "Tensor saved, Tensor[] known, int out_channels, int activation) -> Tensor[]");
   m.def(
-      "invariant_backward(Tensor[] grads, Tensor[] weights, Tensor[] biases, Tensor[] matrices, Tensor psi, "
-      "Tensor saved, int out_channels) -> Tensor[]");
+      "linear(Tensor[] weights, Tensor[] biases, Tensor[] matrices, int out_channels, int activation, bool training) "
+      "-> Tensor[]");
+  m.def(
+      "linear_backward(Tensor[] grads, Tensor[] weights, Tensor[] biases, Tensor[] matrices, Tensor[] known, "
+      "int out_channels, int activation, bool inputs) -> Tensor[]");
+  m.def("invariant(Tensor[] weights, Tensor[] biases, Tensor matrix, Tensor psi) -> Tensor[]");
+  m.def(
+      "invariant_backward(Tensor grad, Tensor[] weights, Tensor[] biases, Tensor matrix, Tensor psi, Tensor saved) "
+      "-> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(magep_fast, CPU, m) {
@@ -410,6 +539,8 @@ STABLE_TORCH_LIBRARY_IMPL(magep_fast, CPU, m) {
   m.impl("chain_backward", TORCH_BOX(&chain_backward));
   m.impl("equivariant", TORCH_BOX(&equivariant));
   m.impl("equivariant_backward", TORCH_BOX(&equivariant_backward));
+  m.impl("linear", TORCH_BOX(&linear));
+  m.impl("linear_backward", TORCH_BOX(&linear_backward));
   m.impl("invariant", TORCH_BOX(&invariant));
   m.impl("invariant_backward", TORCH_BOX(&invariant_backward));
 }

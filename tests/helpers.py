@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from magep_fast import WeightFeatures, WeightSpace, available_backends
+from magep_fast import MagepInvariant, MonomialEquivariant, WeightFeatures, WeightSpace, available_backends
 from magep_fast.terms import NAMES
 
 BACKENDS = available_backends()
@@ -53,6 +53,8 @@ class Case:
     out_channels: int
     terms: frozenset
     seed: int
+    out_taps: int | tuple[int, ...] = 1
+    activation: str | None = None
 
     def features(self, dtype=torch.float64):
         torch.manual_seed(self.seed)
@@ -60,7 +62,9 @@ class Case:
 
     def layer(self, kind, dtype=torch.float64, **options):
         """A layer with no coefficient left at zero."""
-        layer = kind(self.space, self.in_channels, self.out_channels, terms=self.terms, dtype=dtype, **options)
+        options |= {"out_taps": self.out_taps} if kind is MonomialEquivariant else {"terms": self.terms}
+        options |= {"activation": self.activation} if kind is not MagepInvariant else {}
+        layer = kind(self.space, self.in_channels, self.out_channels, dtype=dtype, **options)
         with torch.no_grad():
             for parameter in layer.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))

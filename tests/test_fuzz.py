@@ -1,8 +1,10 @@
 import random
+from dataclasses import replace
 
 import pytest
 
-from magep_fast import MagepEquivariant, MagepInvariant, WeightSpace, use_backend
+from magep_fast import MagepEquivariant, MagepInvariant, MonomialEquivariant, WeightSpace, use_backend
+from magep_fast.activations import FUNCTIONS
 from magep_fast.ops.library import missing_library
 from magep_fast.terms import NAMES
 from tests.helpers import Case, assert_same, gradients
@@ -24,14 +26,22 @@ def random_case(seed):
     L = draw.randint(1, 5)
     widths = (size(4, 10), *(size(9, 40) for _ in range(L - 1)), draw.choice((1, size(4, 10))))
     terms = frozenset({"all"}) if draw.random() < 0.9 else frozenset(draw.sample(NAMES, draw.randint(1, len(NAMES))))
-    return Case(WeightSpace(widths), size(4, 20), size(5, 20), size(5, 20), terms, seed)
+    activation = draw.choice((None, *FUNCTIONS))
+    return Case(WeightSpace(widths), size(4, 20), size(5, 20), size(5, 20), terms, seed, activation=activation)
 
 
-@pytest.mark.parametrize("kind", [MagepEquivariant, MagepInvariant])
+def random_taps(case):
+    """The case with weights of several taps, in and out."""
+    draw, L = random.Random(case.seed), case.space.num_layers
+    taps = [draw.randint(1, 4) for _ in range(L)]
+    return replace(case, space=case.space.with_taps(taps), out_taps=tuple(draw.randint(1, 3) for _ in range(L)))
+
+
+@pytest.mark.parametrize("kind", [MagepEquivariant, MonomialEquivariant, MagepInvariant])
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_shapes_agree_with_torch_ops(kind, chunk):
     for seed in range(chunk, NUM_CASES, CHUNKS):
-        case = random_case(seed)
+        case = random_taps(random_case(seed)) if kind is MonomialEquivariant else random_case(seed)
         features, layer = case.features(), case.layer(kind)
         with use_backend("torch"):
             expected_output, expected = gradients(layer, features)

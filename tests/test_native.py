@@ -5,14 +5,24 @@ import pytest
 import torch
 from torch import nn
 
-from magep_fast import Activation, MagepEquivariant, MagepInvariant, WeightFeatures, WeightSpace, use_backend
+from magep_fast import (
+    Activation,
+    MagepEquivariant,
+    MagepInvariant,
+    MonomialEquivariant,
+    WeightFeatures,
+    WeightSpace,
+    use_backend,
+)
+from magep_fast.ops import native
 from magep_fast.ops.library import missing_library
 from tests.helpers import Case, assert_same, random_features, tensors_of
 
 if missing_library() is not None:
     pytest.skip(missing_library(), allow_module_level=True)
 
-LAYERS = [MagepEquivariant, MagepInvariant]
+OPERATORS = {MagepEquivariant: "equivariant", MonomialEquivariant: "linear", MagepInvariant: "invariant"}
+LAYERS = list(OPERATORS)
 every_layer = pytest.mark.parametrize("kind", LAYERS)
 AROUND_VECTORS = (7, 8, 9, 15, 16, 17, 31, 33)
 
@@ -33,8 +43,9 @@ def threads(count):
         torch.set_num_threads(before)
 
 
-def make_case(widths, batch_size=3, in_channels=4, out_channels=5):
-    return Case(WeightSpace(widths), batch_size, in_channels, out_channels, frozenset({"all"}), seed=0)
+def make_case(widths, batch_size=3, in_channels=4, out_channels=5, activation=None):
+    terms = frozenset({"all"})
+    return Case(WeightSpace(widths), batch_size, in_channels, out_channels, terms, seed=0, activation=activation)
 
 
 def seeds_for(layer, features):
@@ -64,27 +75,47 @@ def errors(found, exact):
 
 
 def operator(kind, suffix=""):
-    name = "equivariant" if kind is MagepEquivariant else "invariant"
-    return getattr(torch.ops.magep_fast, name + suffix)
+    return getattr(torch.ops.magep_fast, OPERATORS[kind] + suffix)
 
 
 def arguments(case, kind, dtype=torch.float64, requires_grad=False):
-    """Of the operator of a layer."""
+    """Of the operator of a layer, for training."""
     layer, features = case.layer(kind, dtype), case.features(dtype)
-    layer(features)
-    matrices = [getattr(layer, output.name) for output in layer.table.outputs]
-    tensors = [
-        [x.detach().clone().requires_grad_(requires_grad) for x in group]
-        for group in (features.weights, features.biases, matrices, [layer.psi])
-    ]
-    return [*tensors[:3], tensors[3][0], case.out_channels]
+
+    def copy(x):
+        return x.detach().clone().requires_grad_(requires_grad)
+
+    matrices = [copy(getattr(layer, output.name)) for output in layer.table.outputs]
+    given = [[copy(x) for x in features.weights], [copy(x) for x in features.biases]]
+    given += [matrices[0] if kind is MagepInvariant else matrices]
+    given += [] if layer.psi is None else [copy(layer.psi)]
+    if kind is not MagepInvariant:
+        given += [case.out_channels, native.ACTIVATIONS.index(case.activation), True]
+    return given
 
 
-def backward_arguments(kind, forward_arguments, requires_grad=False):
+def outputs_of(kind, given):
+    """The outputs among the operator's results at these arguments, and the other results."""
+    results = operator(kind)(*given)
+    count = 1 if kind is MagepInvariant else 2 * len(given[0])
+    return results[:count], results[count:]
+
+
+def backward_arguments(kind, given, requires_grad=False):
     """Of the backward operator, for the outputs of the operator at these arguments."""
-    *outputs, saved = operator(kind)(*forward_arguments)
+    outputs, kept = outputs_of(kind, given)
     grads = [torch.randn_like(x).requires_grad_(requires_grad) for x in outputs]
-    return [grads, *forward_arguments[:4], saved.detach(), forward_arguments[4]]
+    kept = [x.detach() for x in kept]
+    if kind is MagepInvariant:
+        return [grads[0], *given, *kept]
+    activation = native.ACTIVATIONS[given[-2]]
+    known = [x.detach() for x in outputs] if activation in ("relu", "tanh") else []
+    if kind is MonomialEquivariant:
+        return [grads, *given[:3], known or kept, *given[3:5], True]
+    return [grads, *given[:4], kept[0], known or kept[1:], *given[4:6]]
+
+
+ACTIVATIONS = pytest.mark.parametrize("activation", native.ACTIVATIONS)
 
 
 @every_layer
@@ -109,6 +140,79 @@ class TestOperators:
             kind, arguments(make_case(widths, 2, 3, 2), kind, dtype, requires_grad), requires_grad
         )
         torch.library.opcheck(operator(kind, "_backward"), given)
+
+
+@ACTIVATIONS
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("kind", [MagepEquivariant, MonomialEquivariant])
+def test_operators_with_activations(kind, requires_grad, activation):
+    given = arguments(make_case((2, 4, 3, 2), 2, 3, 2, activation), kind, torch.float64, requires_grad)
+    torch.library.opcheck(operator(kind), given)
+    torch.library.opcheck(operator(kind, "_backward"), backward_arguments(kind, given, requires_grad))
+
+
+TAPS = [
+    Case(WeightSpace((2, 4, 5, 3), (9, 3, 1)), 3, 2, 4, None, 0, out_taps=1),
+    Case(WeightSpace((1, 16, 16, 16, 10), (9, 9, 9, 1)), 4, 1, 20, None, 0, out_taps=1, activation="relu"),
+    Case(WeightSpace((2, 4, 5, 3)), 3, 4, 2, None, 0, out_taps=(2, 1, 3), activation="sin"),
+    Case(WeightSpace((3, 20, 2), (2, 3)), 1, 3, 2, None, 0, out_taps=(3, 2), activation="tanh"),
+    Case(WeightSpace((2, 300, 30, 1), (1, 2, 1)), 2, 3, 2, None, 0),
+    Case(WeightSpace((2, 4, 5, 3), (9, 3, 1)), 0, 2, 4, None, 0),
+]
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("case", TAPS, ids=str)
+def test_linear_layers_with_taps_agree_with_the_reference(case, dtype, tolerance, inputs):
+    layer, features = case.layer(MonomialEquivariant, dtype), case.features(dtype)
+    seeds = seeds_for(layer, features)
+
+    def differentiate(layer, features, seeds):
+        if inputs:
+            return derivatives(layer, features, seeds)
+        outputs = tensors_of(layer(features))
+        return *outputs, *torch.autograd.grad(outputs, tuple(layer.parameters()), seeds)
+
+    found = differentiate(layer, features, seeds)
+    with use_backend("reference"):
+        exact = differentiate(
+            deepcopy(layer).double(), features.to(torch.float64), [x.to(torch.float64) for x in seeds]
+        )
+    assert max(errors(found, exact)) <= tolerance
+
+
+@ACTIVATIONS
+@pytest.mark.parametrize("kind", [MagepEquivariant, MonomialEquivariant])
+@pytest.mark.parametrize("widths", [(2, 9, 17, 1), (3, 16, 130, 4), (2, 5, 3)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_activations_agree_with_the_reference(kind, widths, dtype, activation):
+    case = make_case(widths, 3, 4, 5, activation)
+    layer, features = case.layer(kind, dtype), case.features(dtype)
+    seeds = seeds_for(layer, features)
+    found, exact = derivatives(layer, features, seeds), exact_derivatives(layer, features, seeds)
+    with use_backend("torch"):
+        plain = derivatives(layer, features, seeds)
+    allowed = [2 * error + 32 * torch.finfo(dtype).eps for error in errors(plain, exact)]
+    for error, limit in zip(errors(found, exact), allowed, strict=True):
+        assert error <= limit
+    with torch.no_grad():
+        for x, y in zip(tensors_of(layer(features)), found, strict=False):
+            assert torch.equal(x, y)
+
+
+@ACTIVATIONS
+@pytest.mark.parametrize("kind", [MagepEquivariant, MonomialEquivariant])
+def test_activations_keep_special_values(kind, activation):
+    layer = make_case((2, 4, 5, 3), 2, 3, 3, activation).layer(kind, torch.float32)
+    features = random_features(layer.table.space, 3, 2, torch.float32)
+    features.biases[1][0, 1, 2] = torch.nan
+    features.biases[2][1, 2, 0] = 1e30
+    output = layer(features)
+    with use_backend("torch"):
+        expected = layer(features)
+    for x, y in zip(output.tensors(), expected.tensors(), strict=True):
+        assert torch.equal(x.isnan(), y.isnan())
 
 
 EDGES = [
@@ -209,9 +313,8 @@ def test_memory_layout_of_arguments(kind, layout, widths):
             torch.Tensor, lambda x: layout(x).clone(memory_format=torch.contiguous_format), given
         )
 
-    # Outputs only: what `saved` holds between its parts is left as it was.
-    given = arguments(make_case(widths), kind)
-    for x, y in zip(operator(kind)(*moved(given))[:-1], operator(kind)(*plain(given))[:-1], strict=True):
+    given = arguments(make_case(widths, activation="sin"), kind)
+    for x, y in zip(operator(kind)(*moved(given)), operator(kind)(*plain(given)), strict=True):
         assert torch.equal(x, y)
     given = backward_arguments(kind, given)
     found, expected = operator(kind, "_backward")(*moved(given)), operator(kind, "_backward")(*plain(given))
@@ -318,7 +421,7 @@ def replaced(given, position, value, index=None):
 WEIGHTS, BIASES, MATRICES, PSI = range(4)
 
 
-@every_layer
+@pytest.mark.parametrize("kind", [MagepEquivariant])
 @pytest.mark.parametrize(
     ("position", "index", "value", "message"),
     [
@@ -348,21 +451,62 @@ def test_operators_refuse(kind, position, index, value, message):
             operator(kind, suffix)(*wrong)
 
 
-@every_layer
+@pytest.mark.parametrize("kind", [MagepEquivariant])
 @pytest.mark.parametrize(
     ("position", "index", "value", "message"),
     [
-        (0, None, lambda x: x[:-1], "gradients?; found"),
+        (0, None, lambda x: x[:-1], "expected 6 grads; found 5"),
         (0, 0, lambda x: x.float(), r"grads\[0\] .*and dtype Double; found .* dtype Float"),
         (0, 0, lambda x: x[..., :-1], r"grads\[0\] must be a CPU tensor of shape"),
         (5, None, lambda x: x[:, 1:], "saved.* must be a CPU tensor of shape"),
         (5, None, lambda x: x.float(), "saved.* must be a CPU tensor of shape"),
+        (6, None, lambda x: x[:-1], "expected 6 known; found 5"),
+        (6, 1, lambda x: x[1:], r"known\[1\] must be a CPU tensor of shape"),
+        (8, None, lambda x: 4, "activation must be 0 .none., 1 .relu., 2 .tanh. or 3 .sin.; found 4"),
     ],
 )
 def test_backward_operators_refuse(kind, position, index, value, message):
-    given = backward_arguments(kind, arguments(make_case((3, 5, 4, 2)), kind))
+    given = backward_arguments(kind, arguments(make_case((3, 5, 4, 2), activation="sin"), kind))
     with pytest.raises(RuntimeError, match=message):
         operator(kind, "_backward")(*replaced(given, position, value, index))
+
+
+@pytest.mark.parametrize(
+    ("position", "index", "value", "message"),
+    [
+        (WEIGHTS, 1, lambda x: x[:, :1], r"channels of weights must be multiples"),
+        (WEIGHTS, 0, lambda x: x[0], "weights must have rank 4 and biases rank 3; found 3 and 3"),
+        (WEIGHTS, 1, lambda x: x[0], r"weights\[1\] must have rank 4; found 3"),
+        (WEIGHTS, None, lambda x: x[:-1], "as many weights as biases"),
+        (BIASES, 1, lambda x: x[:, :, 1:], r"biases\[1\] .*found shape"),
+        (MATRICES, None, lambda x: x[:-1], "two matrices for each; found 3, 3 and 5"),
+        (MATRICES, 2, lambda x: x[0], r"matrices\[2\] must have rank 2; found 1"),
+        (MATRICES, 0, lambda x: x[:, 1:], r"matrices\[0\] must be a CPU tensor of shape"),
+        (MATRICES, 1, lambda x: x.float(), r"matrices\[1\] .*and dtype Double; found .* dtype Float"),
+        (MATRICES, 4, lambda x: x[1:], "(multiples|must be a CPU tensor of shape)"),
+        (4, None, lambda x: -1, "activation must be 0"),
+    ],
+)
+def test_the_linear_operator_refuses(position, index, value, message):
+    given = arguments(make_case((3, 5, 4, 2), in_channels=2), MonomialEquivariant)
+    with pytest.raises(RuntimeError, match=f"magep_fast::linear: .*{message}"):
+        operator(MonomialEquivariant)(*replaced(given, position, value, index))
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "message"),
+    [
+        (0, lambda x: x[:, 1:], "grad.* must be a CPU tensor of shape"),
+        (3, lambda x: x.flatten(), "matrix must have rank 2; found 1"),
+        (3, lambda x: x[:, 1:], "matrix.* must be a CPU tensor of shape"),
+        (4, lambda x: x.float(), "psi.* and dtype Double; found .* dtype Float"),
+        (5, lambda x: x[:, 1:], "saved.* must be a CPU tensor of shape"),
+    ],
+)
+def test_the_invariant_backward_operator_refuses(position, value, message):
+    given = backward_arguments(MagepInvariant, arguments(make_case((3, 5, 4, 2)), MagepInvariant))
+    with pytest.raises(RuntimeError, match=f"magep_fast::invariant_backward: .*{message}"):
+        operator(MagepInvariant, "_backward")(*replaced(given, position, value))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
@@ -507,8 +651,9 @@ def test_forward_mode_with_dual_tensors():
             )
 
 
-@pytest.mark.parametrize("name", ["equivariant", "invariant"])
-def test_operators_refuse_no_channels(name):
-    weights, biases = [torch.zeros(1, 0, 3, 2), torch.zeros(1, 0, 2, 3)], [torch.zeros(1, 0, 3), torch.zeros(1, 0, 2)]
+@every_layer
+def test_operators_refuse_no_channels(kind):
+    given = arguments(make_case((2, 3, 2)), kind)
+    without = [x[:, :0] for x in given[0]], [x[:, :0] for x in given[1]], *given[2:]
     with pytest.raises(RuntimeError, match="at least one channel"):
-        getattr(torch.ops.magep_fast, name)(weights, biases, [torch.zeros(0)], torch.zeros(0), 1)
+        operator(kind)(*without)

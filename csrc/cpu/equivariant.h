@@ -51,8 +51,8 @@ struct EquivariantCall {
     int64_t hidden = 0;
     for (int64_t i = 1; i < L; ++i) {
       const int64_t rows = hidden_rows(i);
-      hidden = std::max(hidden,
-                        (1 + group) * rows * s.d * s.columns(i) + group * s.d * s.columns(i) * s.n[i] + rows * s.n[i]);
+      hidden = std::max(
+          hidden, (1 + group) * rows * s.d * s.columns(i) + group * s.d * s.columns(i) * s.n[i] + 2 * rows * s.n[i]);
     }
     int64_t middle = 0;
     for (int64_t i = 2; i < L; ++i) {
@@ -125,13 +125,14 @@ struct EquivariantCall {
     return std::max(row_block_size(s().e, columns, 1), row_block_size(s().e * n_0, columns, n_0));
   }
 
-  void hidden_forward(Group group, int64_t i, const T* saved, int64_t stride, S* const* W_out, S* const* b_out,
+  void hidden_forward(Group group, int64_t i, const T* saved, int64_t stride, const LayerOutputs<S, T>& out,
                       Scratch<T> scratch) const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), n = s.n[i], inner = s.columns(i) * s.d, K = s.hidden_columns(i);
     const Section& a = x.at.A[i];
     const int64_t most = hidden_rows(i);
     T* product = scratch.take(most * n);
+    T* transposed = scratch.take(most * n);
     T* coefficient = scratch.take(most * inner);
     const auto blocks = [&](const T* phi, int64_t all, int64_t unit, auto&& store) {
       const int64_t size = row_block_size(all, K, unit);
@@ -146,20 +147,18 @@ struct EquivariantCall {
       }
     };
     blocks(bias_matrix(i), s.e, 1, [&](int64_t net, int64_t row, int64_t rows) {
-      store_row(product, rows * n, b_out[i - 1] + (net * s.e + row) * n);
+      (out.bias(i) + (net * s.e + row) * n).store(product, rows * n);
     });
     if (i != 1) return;
     blocks(weight_matrix(1), s.e * n_0, n_0, [&](int64_t net, int64_t row, int64_t rows) {
-      S* out = W_out[0] + (net * s.e * n_0 + row) * n;
-      for (int64_t e = 0; e < rows / n_0; ++e)
-        for (int64_t j = 0; j < n; ++j)
-          for (int64_t k = 0; k < n_0; ++k) store_one(product[(e * n_0 + k) * n + j], out[(e * n + j) * n_0 + k]);
+      for (int64_t r = 0; r < rows; r += n_0) transpose<T>(n_0, n, product + r * n, n, transposed + r * n, n_0);
+      (out.weight(1) + (net * s.e * n_0 + row) * n).store(transposed, rows * n);
     });
   }
 
   // grads: [networks of the group][layout.size].
-  void hidden_backward(Group group, int64_t i, const S* W_bar, const S* b_bar, const T* saved, int64_t stride, T* grads,
-                       T* weight_matrix_bar, T* bias_matrix_bar, Scratch<T> scratch) const {
+  void hidden_backward(Group group, int64_t i, const LayerGradients<S, T>& out_bar, const T* saved, int64_t stride,
+                       T* grads, T* weight_matrix_bar, T* bias_matrix_bar, Scratch<T> scratch) const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), n = s.n[i], inner = s.columns(i) * s.d, K = s.hidden_columns(i);
     const Section& a = x.at.A[i];
@@ -169,6 +168,7 @@ struct EquivariantCall {
                    inner);
     const int64_t most = hidden_rows(i);
     T* bar = scratch.take(most * n);
+    T* loaded = scratch.take(most * n);
     T* coefficient = scratch.take(most * inner);
     T* coefficient_bar = scratch.take(group.size() * most * inner);
     const auto blocks = [&](const T* phi, T* phi_bar, int64_t all, int64_t unit, auto&& load) {
@@ -187,14 +187,13 @@ struct EquivariantCall {
         coefficients_backward(group, i, rows, coefficient_bar, size * inner, saved, stride, phi_bar + row * K);
       }
     };
-    blocks(bias_matrix(i), bias_matrix_bar, s.e, 1,
-           [&](int64_t net, int64_t row, int64_t rows) { load_row(b_bar + (net * s.e + row) * n, rows * n, bar); });
+    blocks(bias_matrix(i), bias_matrix_bar, s.e, 1, [&](int64_t net, int64_t row, int64_t rows) {
+      load_row(out_bar.bias(i) + (net * s.e + row) * n, rows * n, bar);
+    });
     if (i != 1) return;
     blocks(weight_matrix(1), weight_matrix_bar, s.e * n_0, n_0, [&](int64_t net, int64_t row, int64_t rows) {
-      const S* from = W_bar + (net * s.e * n_0 + row) * n;
-      for (int64_t e = 0; e < rows / n_0; ++e)
-        for (int64_t j = 0; j < n; ++j)
-          for (int64_t k = 0; k < n_0; ++k) bar[(e * n_0 + k) * n + j] = load_one<S, T>(from[(e * n + j) * n_0 + k]);
+      load_row(out_bar.weight(1) + (net * s.e * n_0 + row) * n, rows * n, loaded);
+      for (int64_t r = 0; r < rows; r += n_0) transpose<T>(n, n_0, loaded + r * n, n_0, bar + r * n, n);
     });
   }
 
@@ -212,13 +211,13 @@ struct EquivariantCall {
         body(j, k, std::min(tile.rows, n - j), std::min(tile.columns, m - k));
   }
 
-  // Copies rows x columns at (j, k) of every channel of a [channels, n_i, n_(i-1)] array into a tile, or back.
+  // Copies rows x columns at (j, k) of every channel of a [channels, n_i, n_(i-1)] array into a tile.
   template <typename From>
-  void load_tile(const From* from, int64_t channels, int64_t i, int64_t j, int64_t k, int64_t rows, int64_t columns,
-                 T* to, int64_t ld) const {
+  void load_tile(From from, int64_t channels, int64_t i, int64_t j, int64_t k, int64_t rows, int64_t columns, T* to,
+                 int64_t ld) const {
     const int64_t n = s().n[i], m = s().n[i - 1];
     for (int64_t channel = 0; channel < channels; ++channel) {
-      const From* at = from + (channel * n + j) * m + k;
+      const From at = from + ((channel * n + j) * m + k);
       if (columns == m)
         load_row(at, rows * columns, to + channel * ld);
       else
@@ -245,33 +244,41 @@ struct EquivariantCall {
   }
 
   // out (+)= product of a matrix with a tile, rows of the result being channels of a [channels, n_i, n_(i-1)] array.
-  void multiply_to(int64_t channels, int64_t inner, Operand<T> matrix, const T* tile, int64_t ld, S* out, int64_t i,
-                   int64_t j, int64_t k, int64_t rows, int64_t columns, T* space) const {
+  void multiply_to(int64_t channels, int64_t inner, Operand<T> matrix, const T* tile, int64_t ld, Destination<S, T> out,
+                   int64_t i, int64_t j, int64_t k, int64_t rows, int64_t columns, T* space) const {
     const int64_t n = s().n[i], m = s().n[i - 1];
-    S* at = out + j * m + k;
+    out = out + (j * m + k);
     if constexpr (std::is_same_v<S, T>) {
       (void)space;
+      T* at = out.before ? out.before : out.value;
       if (columns == m)
         gemm<T>(channels, rows * columns, inner, matrix, tile, ld, at, n * m, false);
       else
         for (int64_t r = 0; r < rows; ++r)
           gemm<T>(channels, columns, inner, matrix, tile + r * columns, ld, at + r * m, n * m, false);
+      if (out.f == Activation::none) return;
+      const int64_t pieces = columns == m ? 1 : rows, length = rows * columns / pieces;
+      for (int64_t channel = 0; channel < channels; ++channel)
+        for (int64_t r = 0; r < pieces; ++r) {
+          const int64_t offset = channel * n * m + r * m;
+          (out + offset).activate(at + offset, length);
+        }
     } else {
       gemm<T>(channels, rows * columns, inner, matrix, tile, ld, space, ld, false);
       for (int64_t channel = 0; channel < channels; ++channel)
         for (int64_t r = 0; r < rows; ++r)
-          store_row(space + channel * ld + r * columns, columns, at + channel * n * m + r * m);
+          (out + (channel * n * m + r * m)).store(space + channel * ld + r * columns, columns);
     }
   }
 
-  void middle_forward(int64_t net, int64_t i, const T* saved, S* W_out, Scratch<T> scratch) const {
+  void middle_forward(int64_t net, int64_t i, const T* saved, Destination<S, T> W_out, Scratch<T> scratch) const {
     const Shape& s = x.s;
     if (s.n_L() == 1) return single_output_forward(net, i, saved, W_out, scratch);
     const Tile tile(s, i, sizeof(T));
     const int64_t ld = tile.ld();
     T* data = scratch.take(3 * s.d * ld);
     T* space = scratch.take(s.e * ld);
-    S* out = W_out + net * s.e * s.n[i] * s.n[i - 1];
+    const auto out = W_out + net * s.e * s.n[i] * s.n[i - 1];
     for_tiles(i, tile, [&](int64_t j, int64_t k, int64_t rows, int64_t columns) {
       make_tile(net, i, j, k, rows, columns, saved, data, ld);
       multiply_to(s.e, 3 * s.d, {weight_matrix(i), 3 * s.d, 1}, data, ld, out, i, j, k, rows, columns, space);
@@ -279,7 +286,7 @@ struct EquivariantCall {
   }
 
   // matrix_bar is accumulated transposed, [3 d][e].
-  void middle_backward(int64_t net, int64_t i, const S* out_bar, const T* saved, T* grad, S* W_bar, T* matrix_bar,
+  void middle_backward(int64_t net, int64_t i, Incoming<S, T> out_bar, const T* saved, T* grad, S* W_bar, T* matrix_bar,
                        T* psi_bar, Scratch<T> scratch) const {
     const Shape& s = x.s;
     if (s.n_L() == 1) return single_output_backward(net, i, out_bar, saved, grad, W_bar, matrix_bar, psi_bar, scratch);
@@ -300,7 +307,7 @@ struct EquivariantCall {
     const int64_t b_row = a.offset + (s.columns(i) - 1) * a.row_stride, g_row = r.offset + (r.rows - 1) * r.row_stride;
     T* phi_transposed = scratch.take(3 * d * s.e);
     transpose<T>(s.e, 3 * d, weight_matrix(i), 3 * d, phi_transposed, s.e);
-    S* W_bar_net = W_bar + net * d * n * m;
+    const Destination<S, T> W_bar_net{W_bar + net * d * n * m, nullptr, Activation::none};
     for_tiles(i, tile, [&](int64_t j, int64_t k, int64_t rows, int64_t columns) {
       const int64_t size = rows * columns;
       load_tile(out_bar + net * s.e * n * m, s.e, i, j, k, rows, columns, bar, ld);
@@ -351,7 +358,8 @@ struct EquivariantCall {
   // Rows j that meet Phi_1 together.
   int64_t single_output_rows(int64_t i) const { return std::min(s().n[i], std::max<int64_t>(1, 128 / s().n[i - 1])); }
 
-  void single_output_forward(int64_t net, int64_t i, const T* saved, S* W_out, Scratch<T> scratch) const {
+  void single_output_forward(int64_t net, int64_t i, const T* saved, Destination<S, T> W_out,
+                             Scratch<T> scratch) const {
     const Shape& s = x.s;
     const int64_t d = s.d, n = s.n[i], m = s.n[i - 1], step = single_output_rows(i), ld = step * m + 16;
     const Section& S_t = x.at.S[i - 1];
@@ -377,8 +385,7 @@ struct EquivariantCall {
           });
         gemm<T>(s.e, m, d, {mixed, d, 1}, saved + S_t.offset, S_t.ld, product + (j - first) * m, ld, true);
       }
-      for (int64_t e = 0; e < s.e; ++e)
-        store_row(product + e * ld, rows * m, W_out + ((net * s.e + e) * n + first) * m);
+      for (int64_t e = 0; e < s.e; ++e) (W_out + ((net * s.e + e) * n + first) * m).store(product + e * ld, rows * m);
     }
   }
 
@@ -420,7 +427,7 @@ struct EquivariantCall {
   }
 
   // matrix_bar is accumulated as it is stored, [e][3 d].
-  void single_output_backward(int64_t net, int64_t i, const S* out_bar, const T* saved, T* grad, S* W_bar,
+  void single_output_backward(int64_t net, int64_t i, Incoming<S, T> out_bar, const T* saved, T* grad, S* W_bar,
                               T* matrix_bar, T* psi_bar, Scratch<T> scratch) const {
     using Vec = typename Simd<T>::Vec;
     const Shape& s = x.s;
@@ -440,6 +447,7 @@ struct EquivariantCall {
     T* S_transposed = scratch.take(m * d);
     T* bar = scratch.take(E * ld);
     T* space = scratch.take(d * ld);
+    const Destination<S, T> W_bar_net{W_bar + net * d * n * m, nullptr, Activation::none};
     left_factors(i, saved, u, v);
     std::fill(u_bar, u_bar + n * d, T(0));
     std::fill(v_bar, v_bar + n * d, T(0));
@@ -451,7 +459,7 @@ struct EquivariantCall {
       load_tile(out_bar + net * E * n * m, E, i, first, 0, rows, m, bar, ld);
       transpose<T>(d, rows * m, data, ld, data_transposed, d);
       gemm<T>(E, d, rows * m, {bar, ld, 1}, data_transposed, d, matrix_bar, 3 * d, true);
-      multiply_to(d, E, {phi_transposed, E, 1}, bar, ld, W_bar + net * d * n * m, i, first, 0, rows, m, space);
+      multiply_to(d, E, {phi_transposed, E, 1}, bar, ld, W_bar_net, i, first, 0, rows, m, space);
       for (int64_t j = first; j < first + rows; ++j) {
         const T* bar_j = bar + (j - first) * m;
         for (int64_t channel = 0; channel < d; ++channel) {
@@ -494,7 +502,7 @@ struct EquivariantCall {
   // b_L with channels innermost, [p][d]: a block of the network's features, which follow `saved` in memory.
   const T* last_bias(const T* saved) const { return saved + x.at.size + Features(s()).b; }
 
-  void last_forward(Group group, const T* saved, int64_t stride, S* W_out, Scratch<T> scratch) const {
+  void last_forward(Group group, const T* saved, int64_t stride, Destination<S, T> W_out, Scratch<T> scratch) const {
     const Shape& s = x.s;
     const int64_t L = s.L(), n_L = s.n_L(), d = s.d, m = s.n[L - 1], all = s.e * n_L, inner = d * (s.n_0() + 1);
     const int64_t K = 3 * n_L * d, size = row_block_size(all, K, 1);
@@ -509,13 +517,13 @@ struct EquivariantCall {
         last_left(rows, matrix, own, Y);
         gemm<T>(rows, m, n_L * d, {matrix, K, 1}, own + S_t.offset, S_t.ld, product, m, false);
         gemm<T>(rows, m, inner, {Y, inner, 1}, own + right.offset, right.ld, product, m, true);
-        store_row(product, rows * m, W_out + (net * all + row) * m);
+        (W_out + (net * all + row) * m).store(product, rows * m);
       }
     }
   }
 
-  void last_backward(Group group, const S* out_bar, const T* saved, int64_t stride, T* grads, T* F_bar, T* matrix_bar,
-                     Scratch<T> scratch) const {
+  void last_backward(Group group, Incoming<S, T> out_bar, const T* saved, int64_t stride, T* grads, T* F_bar,
+                     T* matrix_bar, Scratch<T> scratch) const {
     const Shape& s = x.s;
     const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L(), d = s.d, m = s.n[L - 1], all = s.e * n_L;
     const int64_t inner = d * (n_0 + 1), K = 3 * n_L * d, size = row_block_size(all, K, 1);
@@ -584,9 +592,10 @@ struct Accumulator {
 // saved: [B][layout.size + features], the intermediates of each network followed by its features.
 template <typename S, typename T>
 void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, const T* const* matrices, const T* psi,
-                         S* const* W_out, S* const* b_out, T* saved, const Parallel& parallel) {
+                         const Outputs<S>& outputs, T* saved, const Parallel& parallel) {
   const Layout at(s, Operation::equivariant);
   const EquivariantCall<S, T> call{{s, at, W, b, psi}, matrices, parallel};
+  const LayerOutputs<S, T> out{outputs};
   const int64_t L = s.L(), K = s.readout_columns(), stride = at.size + K, need = call.scratch_size();
   const auto chain = [&](int64_t net, int64_t channel, Scratch<T> scratch) {
     chain_forward(call.x, net, channel, true, saved + net * stride, scratch);
@@ -596,12 +605,12 @@ void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, c
       T* own = saved + net * stride;
       connect(call.x, i, own);
       if (i == L) features(call.x, own, own + at.size);
-      if (1 < i && i < L) call.middle_forward(net, i, own, W_out[i - 1], scratch);
+      if (1 < i && i < L) call.middle_forward(net, i, own, out.weight(i), scratch);
     }
     if (i < L)
-      call.hidden_forward(group, i, saved, stride, W_out, b_out, scratch);
+      call.hidden_forward(group, i, saved, stride, out, scratch);
     else
-      call.last_forward(group, saved, stride, W_out[L - 1], scratch);
+      call.last_forward(group, saved, stride, out.weight(L), scratch);
   };
   if (s.B >= parallel.threads) {
     parallel.split(s.B, [&](int64_t, int64_t begin, int64_t end) {
@@ -627,15 +636,16 @@ void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, c
   F.resize(s.B * K);
   for (int64_t net = 0; net < s.B; ++net)
     std::memcpy(F.data() + net * K, saved + net * stride + at.size, K * sizeof(T));
-  readout(s.B, s.e * s.n_L(), K, matrices[2 * L - 1], F.data(), b_out[L - 1], parallel);
+  readout(s.B, s.e * s.n_L(), K, matrices[2 * L - 1], F.data(), out.bias(L), parallel);
 }
 
 template <typename S, typename T>
-void equivariant_backward(const Shape& s, const S* const* W_out_bar, const S* const* b_out_bar, const S* const* W,
-                          const S* const* b, const T* const* matrices, const T* psi, const T* saved, S* const* W_bar,
-                          S* const* b_bar, T* const* matrices_bar, T* psi_bar, const Parallel& parallel) {
+void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, const S* const* W, const S* const* b,
+                          const T* const* matrices, const T* psi, const T* saved, S* const* W_bar, S* const* b_bar,
+                          T* const* matrices_bar, T* psi_bar, const Parallel& parallel) {
   const Layout at(s, Operation::equivariant);
   const EquivariantCall<S, T> call{{s, at, W, b, psi}, matrices, parallel};
+  const LayerGradients<S, T> out_bar{gradients};
   const Accumulator sums(s);
   const int64_t L = s.L(), d = s.d, K = s.readout_columns(), stride = at.size + K, rows = s.e * s.n_L();
   const int64_t need = call.scratch_size();
@@ -649,15 +659,15 @@ void equivariant_backward(const Shape& s, const S* const* W_out_bar, const S* co
   T *F = grads + slots * at.size, *F_bar = F + s.B * K, *bar = F_bar + s.B * K;
 
   for (int64_t net = 0; net < s.B; ++net) std::memcpy(F + net * K, saved + net * stride + at.size, K * sizeof(T));
-  load_row(b_out_bar[L - 1], s.B * rows, bar);
+  load_row(out_bar.bias(L), s.B * rows, bar);
   readout_backward(s.B, rows, K, matrices[2 * L - 1], F, bar, F_bar, matrices_bar[2 * L - 1], parallel);
 
   const auto layer = [&](Group group, int64_t i, T* group_grads, T* sum, Scratch<T> scratch) {
     if (i < L)
-      call.hidden_backward(group, i, W_out_bar[0], b_out_bar[i - 1], saved, stride, group_grads, sum + sums.matrices[0],
+      call.hidden_backward(group, i, out_bar, saved, stride, group_grads, sum + sums.matrices[0],
                            sum + sums.matrices[2 * i - 1], scratch);
     else
-      call.last_backward(group, W_out_bar[L - 1], saved, stride, group_grads, F_bar, sum + sums.matrices[2 * L - 2],
+      call.last_backward(group, out_bar.weight(L), saved, stride, group_grads, F_bar, sum + sums.matrices[2 * L - 2],
                          scratch);
     for (int64_t net = group.begin; i == L && net < group.end; ++net) {
       const T* own = saved + net * stride;
@@ -667,7 +677,7 @@ void equivariant_backward(const Shape& s, const S* const* W_out_bar, const S* co
   };
   const auto middle = [&](int64_t net, int64_t i, T* grad, T* sum, Scratch<T> scratch) {
     if (1 < i && i < L)
-      call.middle_backward(net, i, W_out_bar[i - 1], saved + net * stride, grad, W_bar[i - 1],
+      call.middle_backward(net, i, out_bar.weight(i), saved + net * stride, grad, W_bar[i - 1],
                            sum + sums.matrices[2 * i - 2], sum + sums.psi, scratch);
   };
   const auto connections = [&](int64_t net, T* grad, T* sum) {

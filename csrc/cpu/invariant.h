@@ -32,7 +32,7 @@ void invariant_forward(const Shape& s, const S* const* W, const S* const* b, con
     features(x, own, own + at.size);
     std::memcpy(F + net * K, own + at.size, K * sizeof(T));
   }
-  readout(s.B, s.e, K, matrix, F, out, parallel);
+  readout(s.B, s.e, K, matrix, F, Destination<S, T>{out, nullptr, Activation::none}, parallel);
 }
 
 template <typename S, typename T>

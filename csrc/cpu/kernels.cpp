@@ -3,6 +3,7 @@
 
 #include "equivariant.h"
 #include "invariant.h"
+#include "linear.h"
 
 #define MAGEP_STRING2(x) #x
 #define MAGEP_STRING(x) MAGEP_STRING2(x)
@@ -13,7 +14,8 @@ namespace MAGEP_ISA {
 template <typename S, typename T>
 constexpr Kernels<S, T> entries() {
   return {&chain_products<S, T>,       &chain_products_backward<S, T>, &equivariant_forward<S, T>,
-          &equivariant_backward<S, T>, &invariant_forward<S, T>,       &invariant_backward<S, T>};
+          &equivariant_backward<S, T>, &linear_forward<S, T>,          &linear_backward<S, T>,
+          &invariant_forward<S, T>,    &invariant_backward<S, T>};
 }
 
 extern const KernelTable table;

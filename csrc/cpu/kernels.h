@@ -14,10 +14,15 @@ struct Kernels {
   void (*chain_backward)(const Shape&, const S* const* A_bar, const S* const* suffixes_bar, const S* const* W,
                          const S* const* b, S* const* W_bar, S* const* b_bar, const Parallel&);
   void (*equivariant_forward)(const Shape&, const S* const* W, const S* const* b, const T* const* matrices,
-                              const T* psi, S* const* W_out, S* const* b_out, T* saved, const Parallel&);
-  void (*equivariant_backward)(const Shape&, const S* const* W_out_bar, const S* const* b_out_bar, const S* const* W,
-                               const S* const* b, const T* const* matrices, const T* psi, const T* saved,
-                               S* const* W_bar, S* const* b_bar, T* const* matrices_bar, T* psi_bar, const Parallel&);
+                              const T* psi, const Outputs<S>&, T* saved, const Parallel&);
+  void (*equivariant_backward)(const Shape&, const OutputGradients<S>&, const S* const* W, const S* const* b,
+                               const T* const* matrices, const T* psi, const T* saved, S* const* W_bar, S* const* b_bar,
+                               T* const* matrices_bar, T* psi_bar, const Parallel&);
+  void (*linear_forward)(const LinearShape&, const S* const* W, const S* const* b, const T* const* matrices,
+                         const Outputs<S>&, const Parallel&);
+  void (*linear_backward)(const LinearShape&, const OutputGradients<S>&, const S* const* W, const S* const* b,
+                          const T* const* matrices, S* const* W_bar, S* const* b_bar, T* const* matrices_bar,
+                          const Parallel&);
   void (*invariant_forward)(const Shape&, const S* const* W, const S* const* b, const T* matrix, const T* psi, S* out,
                             T* saved, const Parallel&);
   void (*invariant_backward)(const Shape&, const S* out_bar, const S* const* W, const S* const* b, const T* matrix,

@@ -33,6 +33,14 @@ struct Shape {
   int64_t readout_columns() const { return d * (3 * n_L() * n_0() + (L() - 1) * n_L() + n_L() + 2 * (L() - 1)) + 1; }
 };
 
+// A call of the linear layer, whose weights may have taps: channels of the weights of each layer, in and out.
+struct LinearShape {
+  int64_t B, d, e;  // networks, channels of the biases in and out
+  std::vector<int64_t> n, in, out;
+
+  int64_t L() const { return static_cast<int64_t>(n.size()) - 1; }
+};
+
 // An array [rows][channels][ld], or [channels][rows][ld], inside the buffer of one network.
 struct Section {
   int64_t offset = 0, rows = 0, ld = 0, row_stride = 0, channel_stride = 0;
@@ -86,6 +94,28 @@ struct Layout {
     s.offset = reserve(rows * s.row_stride);
     return s;
   }
+};
+
+enum class Activation : int64_t { none, relu, tanh, sin };
+
+// The tensors an equivariant layer writes, at i - 1: f(E(U)), and where the backward pass wants it (sin) E(U) as well.
+template <typename S>
+struct Outputs {
+  S* const* W;
+  S* const* b;
+  S* const* W_before;  // or null
+  S* const* b_before;
+  Activation f;
+};
+
+// Their gradients, and what f' is computed from: f(E(U)) for relu and tanh, E(U) for sin, nothing for none.
+template <typename S>
+struct OutputGradients {
+  const S* const* W;
+  const S* const* b;
+  const S* const* W_known;
+  const S* const* b_known;
+  Activation f;
 };
 
 // Runs body(t) for t = 0 ... count - 1, possibly at the same time.

@@ -2,6 +2,7 @@
 // order of the table of terms: P_L, [WW], [bW], [Wb], b_L, the two traces, 1. Channels are innermost throughout.
 #pragma once
 
+#include "activation.h"
 #include "chain.h"
 
 namespace magep {
@@ -112,15 +113,16 @@ void features_backward(const Network<S, T>& x, const T* saved, const T* F, const
 
 // out[net, r] = sum_k matrix[r, k] F[net, k]. F is read transposed, [k][net].
 template <typename S, typename T>
-void readout(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, S* out, const Parallel& parallel) {
+void readout(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, Destination<S, T> out,
+             const Parallel& parallel) {
   thread_local std::vector<T> shared;
-  shared.resize(K * B + rows * B);
-  T *F_t = shared.data(), *sums = shared.data() + K * B;
+  shared.resize(K * B + 2 * rows * B);
+  T *F_t = shared.data(), *sums = F_t + K * B, *sums_t = sums + rows * B;
   transpose<T>(B, K, F, K, F_t, B);
   parallel.split(rows, [&](int64_t, int64_t begin, int64_t end) {
     gemm<T>(end - begin, B, K, {matrix + begin * K, K, 1}, F_t, B, sums + begin * B, B, false);
-    for (int64_t r = begin; r < end; ++r)
-      for (int64_t net = 0; net < B; ++net) store_one(sums[r * B + net], out[net * rows + r]);
+    transpose<T>(end - begin, B, sums + begin * B, B, sums_t + begin, rows);
+    for (int64_t net = 0; net < B; ++net) (out + (net * rows + begin)).store(sums_t + net * rows + begin, end - begin);
   });
 }
 

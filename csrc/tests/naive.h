@@ -195,6 +195,16 @@ inline Tensors naive_equivariant(const magep::Shape& s, const Inputs& x) {
   return out;
 }
 
+inline double naive_activation(magep::Activation f, double x) {
+  switch (f) {
+    case magep::Activation::relu: return x > 0 ? x : 0;
+    case magep::Activation::tanh: return std::tanh(x);
+    case magep::Activation::sin: return std::sin(x);
+    case magep::Activation::none: break;
+  }
+  return x;
+}
+
 template <typename X, typename Y>
 double relative_error(const std::vector<X>& found, const std::vector<Y>& expected) {
   double error = 0, scale = 1e-300;

@@ -1,8 +1,8 @@
 """The backend `cpu`: one native operator call per layer and direction.
 
-The operators `magep_fast::chain`, `::equivariant`, `::invariant` and their backwards take and return lists of tensors.
-They have fake kernels (for torch.compile and torch.export) and autograd formulas. Layers call them through the autograd
-Functions below, which do the same with less overhead.
+The operators `magep_fast::chain`, `::equivariant`, `::linear`, `::invariant` and their backwards take and return lists
+of tensors. They have fake kernels (for torch.compile and torch.export) and autograd formulas. Layers call them through
+the autograd Function below, which does the same with less overhead.
 
 What no kernel computes is done by the `torch` backend, the same function in torch ops: second derivatives, forward
 mode, and every transform of torch.func.
@@ -11,16 +11,18 @@ mode, and every transform of torch.func.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from magep_fast import factored
-from magep_fast.activations import activate
+from magep_fast.activations import FUNCTIONS
 from magep_fast.spaces import WeightSpace
-from magep_fast.terms import GROUPS, Table, equivariant_table, invariant_table
+from magep_fast.terms import GROUPS, LINEAR, Table, equivariant_table, invariant_table
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -34,15 +36,23 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def has_kernel(table: Table) -> bool:
-    """Whether the fused kernels cover a table: all terms, one weight per connection, a hidden layer, and few enough
-    inputs. (Layer 1 is mixed by n_0 × n_0 matrices of each network, which does not pay beyond.) Other tables run in
-    torch ops."""
-    space, taps = table.space, set(table.space.taps + table.out_taps)
-    return table.terms == GROUPS["all"] and taps == {1} and space.num_layers > 1 and space.n_in <= MOST_INPUTS
-
-
 MOST_INPUTS = 64
+"""The widest n_0 of a table of all terms: layer 1 is mixed by n_0 × n_0 matrices of each network, which does not pay
+beyond."""
+
+ACTIVATIONS = (None, *FUNCTIONS)
+"""By their number in the operators' arguments."""
+
+
+def has_kernel(table: Table) -> bool:
+    """Whether fused kernels cover a table: networks with a hidden layer, and either the linear terms, with any taps, or
+    all terms, with one weight per connection and few enough inputs. Other tables run in torch ops."""
+    space = table.space
+    if space.num_layers == 1:
+        return False
+    if table.terms == LINEAR:
+        return True
+    return table.terms == GROUPS["all"] and set(space.taps + table.out_taps) == {1} and (space.n_in or 0) <= MOST_INPUTS
 
 
 def _transformed() -> bool:
@@ -67,14 +77,13 @@ def equivariant(
     activation: str | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """As `factored.equivariant`."""
-    if psi is None or not has_kernel(table) or _transformed():
+    if not has_kernel(table) or _transformed():
         return factored.equivariant(table, weights, biases, matrices, psi, activation)
     L = len(weights)
-    if torch.compiler.is_compiling():  # a graph holds operators
-        results = torch.ops.magep_fast.equivariant(list(weights), list(biases), list(matrices), psi, table.out_channels)
-    else:
-        results = _Equivariant.apply(L, table.out_channels, *weights, *biases, *matrices, psi)
-    return activate(results[:L], activation), activate(results[L : 2 * L], activation)
+    operation = (_Linear if psi is None else _Equivariant)(L, table.out_channels, ACTIVATIONS.index(activation))
+    tensors = (*weights, *biases, *matrices) if psi is None else (*weights, *biases, *matrices, psi)
+    results = _run(operation, tensors)
+    return list(results[:L]), list(results[L:])
 
 
 def invariant(
@@ -83,99 +92,197 @@ def invariant(
     """As `factored.invariant`."""
     if psi is None or not has_kernel(table) or _transformed():
         return factored.invariant(table, weights, biases, matrix, psi)
-    if torch.compiler.is_compiling():
-        return torch.ops.magep_fast.invariant(list(weights), list(biases), [matrix], psi, table.out_channels)[0]
-    return _Invariant.apply(len(weights), table.out_channels, *weights, *biases, matrix, psi)[0]
+    return _run(_Invariant(len(weights)), (*weights, *biases, matrix, psi))[0]
 
 
-def _split(L: int, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
-    """Weights, biases, matrices and psi out of a flat sequence of them."""
-    return list(tensors[:L]), list(tensors[L : 2 * L]), list(tensors[2 * L : -1]), tensors[-1]
+class _Operation(Protocol):
+    """An operator and its arguments that are no tensors; `tensors` are all the others, in the order of its schema."""
+
+    @property
+    def count(self) -> int:
+        """How many tensors it takes."""
+
+    def forward(self, tensors: Sequence[Tensor], training: bool) -> list[Tensor]:
+        """The operator's results."""
+
+    def keep(self, results: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs among the results, and what `backward` needs besides `tensors`."""
+
+    def backward(
+        self, grads: Sequence[Tensor], tensors: Sequence[Tensor], kept: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Gradients of `tensors` from those of the outputs; those that are not wanted may be None."""
+
+    def in_torch(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The outputs by the `torch` backend."""
+
+
+def _run(operation: _Operation, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
+    training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if torch.compiler.is_compiling():  # a graph holds operators
+        return operation.keep(operation.forward(tensors, training))[0]
+    if training:
+        return _Layer.apply(operation, *tensors)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operation.keep(operation.forward(tensors, False))[0]
+
+
+class _Layer(torch.autograd.Function):
+    """Calls the operators below their own autograd formulas, whose work in Python this Function saves."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: _Operation, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            outputs, kept = operation.keep(operation.forward(tensors, True))
+        ctx.operation = operation
+        ctx.save_for_backward(*tensors, *kept)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        tensors, kept = _saved(ctx)
+        if torch.is_grad_enabled():  # a further derivative is wanted
+            return None, *torch.func.vjp(ctx.operation.in_torch, *tensors)[1](grads)
+        with torch._C._AutoDispatchBelowAutograd():
+            return None, *ctx.operation.backward(grads, tensors, kept, ctx.needs_input_grad[1:])
+
+
+def _saved(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """What was saved for an operation: its tensors and what it keeps."""
+    saved, count = ctx.saved_tensors, ctx.operation.count
+    return saved[:count], saved[count:]
+
+
+def _split(L: int, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Weights, biases and what follows."""
+    return list(tensors[:L]), list(tensors[L : 2 * L]), list(tensors[2 * L :])
+
+
+def _known(activation: int, outputs: list[Tensor], before: list[Tensor]) -> list[Tensor]:
+    """What the slope of the activation is computed from: nothing, the outputs, or for sin the values before it."""
+    return before if ACTIVATIONS[activation] == "sin" else outputs if activation else []
 
 
 def _widths(weights: Sequence[Tensor]) -> list[int]:
     return [weights[0].shape[-1], *(w.shape[-2] for w in weights)]
 
 
-def _space(weights: Sequence[Tensor]) -> WeightSpace:
+def _space(weights: Sequence[Tensor], taps: Sequence[int] | int = 1) -> WeightSpace:
     """The space of the weights with hidden widths left open: no table depends on them, and they may be symbolic."""
-    return WeightSpace((int(weights[0].shape[-1]), *(None,) * (len(weights) - 1), int(weights[-1].shape[-2])))
+    return WeightSpace((int(weights[0].shape[-1]), *(None,) * (len(weights) - 1), int(weights[-1].shape[-2])), taps)
 
 
-def _torch_equivariant(L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    weights, biases, matrices, psi = _split(L, tensors)
-    space = _space(weights)
-    table = equivariant_table(space, space.taps, int(weights[0].shape[1]), out_channels, GROUPS["all"])
-    new_weights, new_biases = factored.equivariant(table, weights, biases, matrices, psi)
-    return (*new_weights, *new_biases)
+@dataclass(frozen=True)
+class _Equivariant:
+    """tensors: weights, biases, matrices, psi."""
+
+    L: int
+    out_channels: int
+    activation: int
+
+    @property
+    def count(self) -> int:
+        return 4 * self.L + 1
+
+    def forward(self, tensors: Sequence[Tensor], training: bool) -> list[Tensor]:
+        weights, biases, (*matrices, psi) = _split(self.L, tensors)
+        return torch.ops.magep_fast.equivariant.default(
+            weights, biases, matrices, psi, self.out_channels, self.activation, training
+        )
+
+    def keep(self, results: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        outputs, saved, before = results[: 2 * self.L], results[2 * self.L], results[2 * self.L + 1 :]
+        return outputs, [saved, *_known(self.activation, outputs, before)]
+
+    def backward(
+        self, grads: Sequence[Tensor], tensors: Sequence[Tensor], kept: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        weights, biases, (*matrices, psi) = _split(self.L, tensors)
+        saved, *known = kept
+        return torch.ops.magep_fast.equivariant_backward.default(
+            list(grads), weights, biases, matrices, psi, saved, known, self.out_channels, self.activation
+        )
+
+    def in_torch(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        weights, biases, (*matrices, psi) = _split(self.L, tensors)
+        space = _space(weights)
+        table = equivariant_table(space, space.taps, int(biases[0].shape[1]), self.out_channels, GROUPS["all"])
+        outputs = factored.equivariant(table, weights, biases, matrices, psi, ACTIVATIONS[self.activation])
+        return *outputs[0], *outputs[1]
 
 
-def _torch_invariant(L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    weights, biases, (matrix,), psi = _split(L, tensors)
-    table = invariant_table(_space(weights), int(weights[0].shape[1]), out_channels, GROUPS["all"])
-    return (factored.invariant(table, weights, biases, matrix, psi),)
+@dataclass(frozen=True)
+class _Linear:
+    """tensors: weights, biases, matrices."""
+
+    L: int
+    out_channels: int
+    activation: int
+
+    @property
+    def count(self) -> int:
+        return 4 * self.L
+
+    def forward(self, tensors: Sequence[Tensor], training: bool) -> list[Tensor]:
+        return torch.ops.magep_fast.linear.default(
+            *_split(self.L, tensors), self.out_channels, self.activation, training
+        )
+
+    def keep(self, results: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        outputs, before = results[: 2 * self.L], results[2 * self.L :]
+        return outputs, _known(self.activation, outputs, before)
+
+    def backward(
+        self, grads: Sequence[Tensor], tensors: Sequence[Tensor], kept: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        inputs = any(wanted[: 2 * self.L])
+        found = torch.ops.magep_fast.linear_backward.default(
+            list(grads), *_split(self.L, tensors), list(kept), self.out_channels, self.activation, inputs
+        )
+        return found if inputs else [None] * (2 * self.L) + found
+
+    def in_torch(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        weights, biases, matrices = _split(self.L, tensors)
+        space = _space(weights, [int(w.shape[1] // biases[0].shape[1]) for w in weights])
+        out_taps = tuple(map(int, _out_taps(space.n_in, space.n_out, matrices, self.out_channels)))
+        table = equivariant_table(space, out_taps, int(biases[0].shape[1]), self.out_channels, LINEAR)
+        outputs = factored.equivariant(table, weights, biases, matrices, None, ACTIVATIONS[self.activation])
+        return *outputs[0], *outputs[1]
 
 
-class _Operation(torch.autograd.Function):
-    """(L, out_channels, weights…, biases…, matrices…, psi) -> (outputs…, saved), by the operator of this name."""
-
-    name: str
-    in_torch: Callable[..., tuple[Tensor, ...]]
-
-    @classmethod
-    def run(cls, ctx: Any, L: int, out_channels: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        results = tuple(getattr(torch.ops.magep_fast, cls.name)(*_split(L, tensors), out_channels))
-        ctx.L, ctx.out_channels, ctx.shapes = L, out_channels, [y.shape for y in results[:-1]]
-        ctx.mark_non_differentiable(results[-1])
-        ctx.set_materialize_grads(False)  # `saved` is large and would get a gradient of zeros
-        ctx.save_for_backward(*tensors, results[-1])
-        return results
-
-    @classmethod
-    def gradient(cls, ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
-        *tensors, saved = ctx.saved_tensors
-        known = [tensors[0].new_zeros(n) if g is None else g for n, g in zip(ctx.shapes, grads, strict=False)]
-        if torch.is_grad_enabled():  # a further derivative is wanted
-            vjp = torch.func.vjp(lambda *x: cls.in_torch(ctx.L, ctx.out_channels, *x), *tensors)[1]
-            return None, None, *vjp(tuple(known))
-        return None, None, *_first_derivative(cls, ctx.L, ctx.out_channels, known, tensors, saved)
+def _out_taps(n_0: int, n_L: int, matrices: Sequence[Tensor], out_channels: int) -> tuple[int, ...]:
+    """Of a linear layer, from the rows of its matrices: channels·taps, times n_0 in layer 1 and n_L in layer L."""
+    rows = [matrix.shape[0] // out_channels for matrix in matrices[::2]]
+    return rows[0] // n_0, *rows[1:-1], rows[-1] // n_L
 
 
-class _Equivariant(_Operation):
-    name, in_torch = "equivariant", staticmethod(_torch_equivariant)
+@dataclass(frozen=True)
+class _Invariant:
+    """tensors: weights, biases, matrix, psi."""
 
-    @staticmethod
-    def forward(ctx: Any, L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _Equivariant.run(ctx, L, out_channels, tensors)
+    L: int
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        return _Equivariant.gradient(ctx, grads)
+    @property
+    def count(self) -> int:
+        return 2 * self.L + 2
 
+    def forward(self, tensors: Sequence[Tensor], training: bool) -> list[Tensor]:
+        weights, biases, (matrix, psi) = _split(self.L, tensors)
+        return torch.ops.magep_fast.invariant.default(weights, biases, matrix, psi)
 
-class _Invariant(_Operation):
-    name, in_torch = "invariant", staticmethod(_torch_invariant)
+    def keep(self, results: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        return results[:1], results[1:]
 
-    @staticmethod
-    def forward(ctx: Any, L: int, out_channels: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _Invariant.run(ctx, L, out_channels, tensors)
+    def backward(
+        self, grads: Sequence[Tensor], tensors: Sequence[Tensor], kept: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        weights, biases, (matrix, psi) = _split(self.L, tensors)
+        return torch.ops.magep_fast.invariant_backward.default(grads[0], weights, biases, matrix, psi, kept[0])
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        return _Invariant.gradient(ctx, grads)
-
-
-def _first_derivative(
-    operation: type[_Operation],
-    L: int,
-    out_channels: int,
-    grads: Sequence[Tensor],
-    tensors: Sequence[Tensor],
-    saved: Tensor,
-) -> tuple[Tensor, ...]:
-    """The backward pass by its operator."""
-    operator = getattr(torch.ops.magep_fast, f"{operation.name}_backward")
-    return tuple(operator(list(grads), *_split(L, tensors), saved, out_channels))
+    def in_torch(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        weights, biases, (matrix, psi) = _split(self.L, tensors)
+        table = invariant_table(_space(weights), int(biases[0].shape[1]), int(matrix.shape[0]), GROUPS["all"])
+        return (factored.invariant(table, weights, biases, matrix, psi),)
 
 
 def _second_derivative(
@@ -204,8 +311,7 @@ def register() -> None:
     """Fake kernels and autograd formulas of the operators themselves, for those who call or export them. Once, after
     the library is loaded."""
     _register_chain()
-    for operation in (_Equivariant, _Invariant):
-        _register_operation(operation)
+    _register_layers()
 
 
 def _register_chain() -> None:
@@ -248,58 +354,120 @@ def _register_chain() -> None:
     torch.library.register_autograd("magep_fast::chain_backward", double_backward, setup_context=save_backward)
 
 
-def _register_operation(operation: type[_Operation]) -> None:
-    name, is_equivariant = f"magep_fast::{operation.name}", operation is _Equivariant
+def _register_layer(
+    name: str,
+    operation_of: Callable[..., _Operation],
+    operation_of_backward: Callable[..., _Operation],
+    fake: Callable[..., list[Tensor]],
+    fake_backward: Callable[..., list[Tensor]],
+) -> None:
+    """Registers a layer's operator and its backward, given the operation that arguments of either stand for.
 
-    def fake(
-        weights: list[Tensor], biases: list[Tensor], matrices: list[Tensor], psi: Tensor, out_channels: int
+    The tensors of the operation come first among the arguments of the operator, and in those of its backward they come
+    right after the gradients.
+    """
+
+    def save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+        ctx.operation = operation_of(*inputs)
+        leaves, ctx.structure = tree_flatten(inputs)
+        outputs, kept = ctx.operation.keep(output)
+        ctx.rest, ctx.outputs = len(leaves) - ctx.operation.count, len(outputs)
+        ctx.save_for_backward(*leaves[: ctx.operation.count], *kept)
+
+    def backward(ctx: Any, grads: list[Tensor]) -> tuple:
+        tensors, kept = _saved(ctx)
+        found = ctx.operation.backward(grads[: ctx.outputs], tensors, kept, [True] * len(tensors))
+        return tree_unflatten([*found, *[None] * ctx.rest], ctx.structure)
+
+    def save_backward(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+        ctx.operation = operation_of_backward(*inputs)
+        leaves, ctx.structure = tree_flatten(inputs)
+        ctx.grads = len(tree_leaves(inputs[0]))
+        ctx.rest = len(leaves) - ctx.grads - ctx.operation.count
+        ctx.save_for_backward(*leaves[: ctx.grads + ctx.operation.count])
+
+    def double_backward(ctx: Any, seeds: list[Tensor | None]) -> tuple:
+        grads, tensors = ctx.saved_tensors[: ctx.grads], ctx.saved_tensors[ctx.grads :]
+        seeds = [*[None] * (len(tensors) - len(seeds)), *seeds]  # linear, without gradients of weights and biases
+        by_grads, by_inputs = _second_derivative(ctx.operation.in_torch, tensors, grads, seeds)
+        return tree_unflatten([*by_grads, *by_inputs, *[None] * ctx.rest], ctx.structure)
+
+    torch.library.register_fake(f"magep_fast::{name}", fake)
+    torch.library.register_fake(f"magep_fast::{name}_backward", fake_backward)
+    torch.library.register_autograd(f"magep_fast::{name}", backward, setup_context=save)
+    torch.library.register_autograd(f"magep_fast::{name}_backward", double_backward, setup_context=save_backward)
+
+
+def _register_layers() -> None:
+    def empty_like_features(
+        weights: list[Tensor], biases: list[Tensor], taps: Sequence[int], channels: int
     ) -> list[Tensor]:
-        B, d = biases[0].shape[:2]
-        if is_equivariant:
-            outputs = [w.new_empty(B, out_channels, *w.shape[2:]) for w in weights]
-            outputs += [b.new_empty(B, out_channels, b.shape[2]) for b in biases]
-        else:
-            outputs = [biases[0].new_empty(B, out_channels)]
-        compute = torch.float64 if psi.dtype == torch.float64 else torch.float32
-        return [*outputs, psi.new_empty(B, _saved_size(_widths(weights), d, is_equivariant), dtype=compute)]
+        B = biases[0].shape[0]
+        return [w.new_empty(B, channels * f, *w.shape[2:]) for w, f in zip(weights, taps, strict=True)] + [
+            b.new_empty(B, channels, b.shape[2]) for b in biases
+        ]
 
-    def fake_backward(
-        grads: list[Tensor],
+    def empty_saved(weights: list[Tensor], biases: list[Tensor], is_equivariant: bool) -> Tensor:
+        dtype = torch.float64 if biases[0].dtype == torch.float64 else torch.float32
+        size = _saved_size(_widths(weights), biases[0].shape[1], is_equivariant)
+        return biases[0].new_empty(biases[0].shape[0], size, dtype=dtype)
+
+    def fake_equivariant(
         weights: list[Tensor],
         biases: list[Tensor],
         matrices: list[Tensor],
         psi: Tensor,
-        saved: Tensor,
         out_channels: int,
+        activation: int,
+        training: bool,
     ) -> list[Tensor]:
-        return [x.new_empty(x.shape) for x in (*weights, *biases, *matrices, psi)]
+        outputs = empty_like_features(weights, biases, [1] * len(weights), out_channels)
+        before = [torch.empty_like(y) for y in outputs] if training and ACTIVATIONS[activation] == "sin" else []
+        return [*outputs, empty_saved(weights, biases, True), *before]
 
-    def save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-        weights, biases, matrices, psi, ctx.out_channels = inputs
-        ctx.L = len(weights)
-        ctx.save_for_backward(*weights, *biases, *matrices, psi, output[-1])
+    def fake_linear(
+        weights: list[Tensor],
+        biases: list[Tensor],
+        matrices: list[Tensor],
+        out_channels: int,
+        activation: int,
+        training: bool,
+    ) -> list[Tensor]:
+        taps = _out_taps(weights[0].shape[3], weights[-1].shape[2], matrices, out_channels)
+        outputs = empty_like_features(weights, biases, taps, out_channels)
+        before = [torch.empty_like(y) for y in outputs] if training and ACTIVATIONS[activation] == "sin" else []
+        return [*outputs, *before]
 
-    def backward(ctx: Any, grads: list[Tensor]) -> tuple:
-        *tensors, saved = ctx.saved_tensors
-        found = _first_derivative(operation, ctx.L, ctx.out_channels, grads[:-1], tensors, saved)
-        return *_split(ctx.L, found), None
+    def fake_invariant(weights: list[Tensor], biases: list[Tensor], matrix: Tensor, psi: Tensor) -> list[Tensor]:
+        output = biases[0].new_empty(biases[0].shape[0], matrix.shape[0])
+        return [output, empty_saved(weights, biases, False)]
 
-    def save_backward(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
-        grads, weights, biases, matrices, psi, _, ctx.out_channels = inputs
-        ctx.L, ctx.count = len(weights), len(grads)
-        ctx.save_for_backward(*grads, *weights, *biases, *matrices, psi)
+    def empty_like(*tensors: Tensor) -> list[Tensor]:
+        return [x.new_empty(x.shape) for x in tensors]
 
-    def double_backward(ctx: Any, seeds: list[Tensor]) -> tuple:
-        grads, tensors = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        by_grads, by_inputs = _second_derivative(
-            lambda *x: operation.in_torch(ctx.L, ctx.out_channels, *x), tensors, grads, seeds
-        )
-        return by_grads, *_split(ctx.L, by_inputs), None, None
-
-    torch.library.register_fake(name, fake)
-    torch.library.register_fake(f"{name}_backward", fake_backward)
-    torch.library.register_autograd(name, backward, setup_context=save)
-    torch.library.register_autograd(f"{name}_backward", double_backward, setup_context=save_backward)
+    _register_layer(
+        "equivariant",
+        lambda weights, biases, matrices, psi, e, f, training: _Equivariant(len(weights), e, f),
+        lambda grads, weights, biases, matrices, psi, saved, known, e, f: _Equivariant(len(weights), e, f),
+        fake_equivariant,
+        lambda grads, weights, biases, matrices, psi, *_: empty_like(*weights, *biases, *matrices, psi),
+    )
+    _register_layer(
+        "linear",
+        lambda weights, biases, matrices, e, f, training: _Linear(len(weights), e, f),
+        lambda grads, weights, biases, matrices, known, e, f, inputs: _Linear(len(weights), e, f),
+        fake_linear,
+        lambda grads, weights, biases, matrices, known, e, f, inputs: empty_like(
+            *(*weights, *biases) if inputs else (), *matrices
+        ),
+    )
+    _register_layer(
+        "invariant",
+        lambda weights, biases, matrix, psi: _Invariant(len(weights)),
+        lambda grad, weights, biases, matrix, psi, saved: _Invariant(len(weights)),
+        fake_invariant,
+        lambda grad, weights, biases, matrix, psi, saved: empty_like(*weights, *biases, matrix, psi),
+    )
 
 
 def _saved_size(widths: Sequence[int], d: int, is_equivariant: bool) -> int:
