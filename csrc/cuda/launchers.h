@@ -57,9 +57,6 @@ const char* magep_cuda_layer_backward(const MagepCudaCall* call, const void* con
                                       void* const* weight_grads, void* const* bias_grads, void* const* matrix_grads,
                                       void* psi_grad, void* workspace);
 
-/* The architectures compiled for, as "80 86 ... 120". */
-const char* magep_cuda_architectures(void);
-
 #ifdef __cplusplus
 }
 #endif

@@ -4,10 +4,6 @@
 #include "call.h"
 #include "kernels.cuh"
 
-#ifndef MAGEP_CUDA_ARCHITECTURES
-#define MAGEP_CUDA_ARCHITECTURES ""
-#endif
-
 namespace magep::cuda {
 namespace {
 
@@ -257,5 +253,3 @@ const char* magep_cuda_layer_backward(const MagepCudaCall* call, const void* con
                                    weight_grads, bias_grads, matrix_grads, psi_grad, workspace);
   });
 }
-
-const char* magep_cuda_architectures(void) { return MAGEP_CUDA_ARCHITECTURES; }
