@@ -1,11 +1,10 @@
 // The operators of csrc/ops.cpp for CUDA tensors: argument checks, allocation and registration on the torch stable ABI.
 
-#include <dlfcn.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+#include <torch_device.h>
 
 #include <string>
 #include <vector>
@@ -16,24 +15,11 @@
 namespace {
 
 using magep::Shape;
+using namespace magep::cuda;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Sizes = std::vector<int64_t>;
 using Tensors = std::vector<Tensor>;
-
-// libtorch_cuda has it. It is looked up in the process, not linked, so that this library builds where torch has no
-// CUDA.
-void* current_stream(int32_t device) {
-  using Function = int32_t (*)(int32_t device, void** stream);
-  static const auto function = [] {
-    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-    return reinterpret_cast<Function>(library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr);
-  }();
-  STD_TORCH_CHECK(function, "magep_fast: this torch has no CUDA: aoti_torch_get_current_cuda_stream is not loaded");
-  void* stream = nullptr;
-  STD_TORCH_CHECK(function(device, &stream) == 0, "magep_fast: torch has no current stream for device ", device);
-  return stream;
-}
 
 std::string text(const Sizes& sizes) {
   std::string out = "[";
@@ -64,7 +50,7 @@ class Call {
              /*tiled=*/0, nullptr};
     Tensors all = weights;
     all.insert(all.end(), biases.begin(), biases.end());
-    features_ = take(all, "features", feature_shapes(shape_.d), dtype());
+    features_ = take(all, "weights and biases", feature_shapes(shape_.d), dtype());
   }
 
   const Shape& shape() const { return shape_; }
@@ -90,11 +76,11 @@ class Call {
     std::vector<void*> pointers;
     for (size_t k = 0; k < tensors.size(); ++k) {
       const Tensor& x = tensors[k];
-      const bool here = x.is_cuda() && x.get_device_index() == like_.get_device_index();
+      const bool here = on_device(x) && x.get_device_index() == like_.get_device_index();
       STD_TORCH_CHECK(here && x.scalar_type() == dtype && sizes_of(x) == shapes[k], op_, ": ", name, "[", k,
-                      "] must be a tensor on CUDA device ", like_.get_device_index(), " of shape ", text(shapes[k]),
-                      " and dtype ", torch::headeronly::toString(dtype), "; found shape ", text(sizes_of(x)),
-                      " and dtype ", torch::headeronly::toString(x.scalar_type()), here ? "" : " on another device");
+                      "] must be a ", kDeviceName, " tensor of shape ", text(shapes[k]), " and dtype ",
+                      torch::headeronly::toString(dtype), "; found shape ", text(sizes_of(x)), " and dtype ",
+                      torch::headeronly::toString(x.scalar_type()), here ? "" : " on another device");
       kept_.push_back(x.is_contiguous() ? x : torch::stable::contiguous(x));
       pointers.push_back(kept_.back().data_ptr());
     }
@@ -122,7 +108,7 @@ class Call {
   template <typename WorkspaceSize, typename Launcher>
   void run(const WorkspaceSize& workspace_size, const Launcher& launcher) {
     if (empty()) return;
-    const torch::stable::accelerator::DeviceGuard guard(like_.get_device_index());
+    const DeviceGuard guard(like_.get_device_index());
     call_.stream = current_stream(like_.get_device_index());
     const int64_t bytes = std::max<int64_t>(0, workspace_size(&call_));
     const Tensor workspace = torch::stable::new_empty(like_, {bytes / 8 + 1}, ScalarType::Double);
@@ -142,7 +128,7 @@ class Call {
  private:
   static const Tensor& first_of(const char* op, const Tensors& weights) {
     STD_TORCH_CHECK(!weights.empty() && weights[0].dim() == 4, op, ": expected weights of rank 4");
-    STD_TORCH_CHECK(weights[0].is_cuda(), op, ": weights[0] must be a CUDA tensor");
+    STD_TORCH_CHECK(on_device(weights[0]), op, ": weights[0] must be a ", kDeviceName, " tensor");
     return weights[0];
   }
   int dtype_number() const {
@@ -302,7 +288,7 @@ Tensors invariant_backward(Tensor grad, Tensors weights, Tensors biases, Tensor 
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(magep_fast, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(magep_fast, MAGEP_DISPATCH_KEY, m) {
   m.impl("chain", TORCH_BOX(&chain));
   m.impl("chain_backward", TORCH_BOX(&chain_backward));
   m.impl("equivariant", TORCH_BOX(&equivariant));

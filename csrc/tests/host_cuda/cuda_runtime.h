@@ -39,6 +39,7 @@
 #define __host__
 #define __device__
 #define __global__
+#define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __shared__ static
