@@ -1,12 +1,18 @@
-"""The Python side of the backend `cuda`. Its kernels are tested on the host by csrc/tests/test_cuda.cpp."""
+"""The Python side of the backend `cuda`, and what nvcc makes of its kernels. What they compute is tested on the host, by
+csrc/tests/test_cuda.cpp and test_cuda_on_host.py."""
 
+import importlib.util
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import cuda_model
+from benchmarks.layers import SHAPES
 from magep_fast import WeightSpace, info
-from magep_fast.ops import backends, cuda
+from magep_fast.ops import backends, cuda, native
 from magep_fast.ops.backends import Backend, choose_backend, register_backend
 from magep_fast.ops.library import missing_library
 from tests.helpers import random_features
@@ -124,3 +130,68 @@ def test_deep_networks_run_in_torch_ops():
     features = random_features(space, channels=1, batch_size=1)
     prefixes, suffixes = cuda.chain(features.weights, features.biases)
     assert (len(prefixes), len(suffixes)) == (cuda.MOST_LAYERS + 1, cuda.MOST_LAYERS)
+
+
+def resources():
+    """csrc/cuda/resources.py, which is no package."""
+    path = Path(__file__).resolve().parent.parent / "csrc" / "cuda" / "resources.py"
+    spec = importlib.util.spec_from_file_location("cuda_resources", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_table_of_resources_is_complete_and_without_spills():
+    module = resources()
+    table = module.read()
+    kernels = {(row.kernel, row.storage, row.flags) for row in table}
+    assert {row.architecture for row in table} == set(module.ARCHITECTURES)
+    assert len(table) == len(kernels) * len(module.ARCHITECTURES) and len(kernels) == 4 * 4 + 2 + 4 * 9
+    assert all(row.spill_bytes == 0 and row.registers <= 255 and row.shared <= 48 << 10 for row in table)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_kernels_need_what_the_table_says():
+    """One architecture; the others are compared by `make cuda` in CI."""
+    module = resources()
+    assert module.compile_for(80) == [row for row in module.read() if row.architecture == 80]
+
+
+def test_parser_reads_spills():
+    log = (
+        "ptxas info    : Compiling entry function '_ZN5magep4cuda11layer_fusedI6__halfLb1EEEvNS0_17ForwardParametersIT_EE'"
+        " for 'sm_90'\nptxas info    : Function properties for it\n"
+        "    32 bytes stack frame, 76 bytes spill stores, 120 bytes spill loads\n"
+        "ptxas info    : Used 64 registers, used 1 barriers, 32 bytes cumulative stack size, 6656 bytes smem\n"
+    )
+    module = resources()
+    assert module.parse(log) == [module.Resources("layer_fused", "half", "yes", 90, 64, 6656, 196)]
+
+
+def counted(gpu, shape, kind):
+    given = (gpu, shape.widths, shape.channels, shape.channels, shape.batch_size, kind == "equivariant")
+    return cuda_model.forward(*given), cuda_model.backward(*given)
+
+
+@pytest.mark.parametrize("gpu", cuda_model.GPUS, ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("kind", ["equivariant", "invariant"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_model_counts_launches_and_bytes(gpu, kind, name):
+    shape = SHAPES[name]
+    forward, backward = counted(gpu, shape, kind)
+    small = shape.features().numbers_per_network <= cuda.SMALL_NETWORK
+    assert len(forward) == (1 if small else 2) and len(backward) == (4 if kind == "equivariant" else 3)
+    inputs = 4 * shape.batch_size * shape.features().numbers_per_network
+    assert sum(x.bytes_read for x in forward) >= inputs and sum(x.bytes_written for x in backward) >= inputs
+    for launch in (*forward, *backward):
+        assert 0 < launch.occupancy <= 1 and launch.blocks > 0 and launch.shared <= gpu.shared_per_block
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("equivariant", [True, False])
+def test_model_lays_out_what_is_saved_as_the_operators_do(name, equivariant):
+    """But for one copy of P_L, which only the CPU keeps."""
+    shape = SHAPES[name]
+    sizes = cuda_model.Sizes(shape.widths, shape.channels, shape.channels, equivariant)
+    copy = shape.widths[0] * shape.widths[-1] * shape.channels
+    assert sizes.saved + copy == native._saved_size(shape.widths, shape.channels, equivariant)
