@@ -1,5 +1,5 @@
-"""The Python side of the backend `cuda`, and what nvcc makes of its kernels. What they compute is tested on the host, by
-csrc/tests/test_cuda.cpp and test_cuda_on_host.py."""
+"""The Python side of the backend `cuda`, and what nvcc makes of its kernels. What they compute is tested on the host,
+by csrc/tests/test_cuda.cpp and test_cuda_on_host.py."""
 
 import importlib.util
 import re
@@ -159,7 +159,7 @@ def test_kernels_need_what_the_table_says():
 
 def test_parser_reads_spills():
     log = (
-        "ptxas info    : Compiling entry function '_ZN5magep4cuda11layer_fusedI6__halfLb1EEEvNS0_17ForwardParametersIT_EE'"
+        "ptxas info    : Compiling entry function '_ZN5magep4cuda11layer_fusedI6__halfLb1EEEvNS0_17ForwardParametersIT_'"
         " for 'sm_90'\nptxas info    : Function properties for it\n"
         "    32 bytes stack frame, 76 bytes spill stores, 120 bytes spill loads\n"
         "ptxas info    : Used 64 registers, used 1 barriers, 32 bytes cumulative stack size, 6656 bytes smem\n"

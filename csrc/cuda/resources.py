@@ -25,6 +25,9 @@ _ENTRY = re.compile(
     r"(?P<rest>[^\n]*)",
     re.DOTALL,
 )
+_KERNEL = re.compile(
+    r"_ZN5magep4cuda\d+(?P<name>\D+?)I(?P<storage>f|d|13__nv_bfloat16|6__half)(?P<flags>(?:Lb[01]E)*)EEv"
+)
 _STORAGE = {"f": "float", "d": "double", "13__nv_bfloat16": "bfloat16", "6__half": "half"}
 
 
@@ -45,17 +48,14 @@ def parse(log: str) -> list[Resources]:
     """The kernels in the output of ptxas -v."""
     found = set()
     for entry in _ENTRY.finditer(log):
-        name = re.match(
-            r"_ZN5magep4cuda\d+(?P<name>\D+?)I(?P<storage>f|d|13__nv_bfloat16|6__half)(?P<flags>.*?)EEv",
-            entry["symbol"],
-        )
+        name = _KERNEL.match(entry["symbol"])
         assert name, f"not a kernel of csrc/cuda: {entry['symbol']}"
         shared = re.search(r"(\d+) bytes smem", entry["rest"])
         found.add(
             Resources(
                 name["name"],
                 _STORAGE[name["storage"]],
-                " ".join("yes" if flag == "1" else "no" for flag in re.findall(r"Lb([01])E", name["flags"] + "E")),
+                " ".join("yes" if flag == "1" else "no" for flag in re.findall(r"Lb([01])E", name["flags"])),
                 int(entry["architecture"]),
                 int(entry["registers"]),
                 int(shared[1]) if shared else 0,

@@ -23,9 +23,9 @@ MOST_LAYERS = 32
 """Kernels take the pointers of a network's layers by value (csrc/cuda/shape.h)."""
 
 SMALL_NETWORK = 2**14
-"""Weights and biases of one network, in all channels, up to which launches decide and not arithmetic: "auto" gives larger
-ones to `triton` if that can run. (Up to about here, all of a network fits into the shared memory of one block, and the
-forward pass is one launch.)"""
+"""Weights and biases of one network, in all channels, up to which launches decide and not arithmetic: "auto" gives
+larger ones to `triton` if that can run. (Up to about here, all of a network fits into the shared memory of one block,
+and the forward pass is one launch.)"""
 
 
 def architectures() -> tuple[str, ...]:
