@@ -159,7 +159,7 @@ def test_kernels_need_what_the_table_says():
 
 def test_parser_reads_spills():
     log = (
-        "ptxas info    : Compiling entry function '_ZN5magep4cuda11layer_fusedI6__halfLb1EEEvNS0_17ForwardParametersIT_'"
+        "ptxas info    : Compiling entry function '_ZN5magep4cuda11layer_fusedI6__halfLb1EEEvNS0_17ForwardParametersE'"
         " for 'sm_90'\nptxas info    : Function properties for it\n"
         "    32 bytes stack frame, 76 bytes spill stores, 120 bytes spill loads\n"
         "ptxas info    : Used 64 registers, used 1 barriers, 32 bytes cumulative stack size, 6656 bytes smem\n"

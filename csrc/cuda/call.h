@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <string>
 
 #include "launchers.h"
@@ -36,24 +37,27 @@ inline const char* check(const MagepCudaCall& call) {
   if (call.layers < (chain ? 1 : 2) || call.layers > kMaxLayers)
     return message("expected " + text(chain ? 1 : 2) + " to " + text(kMaxLayers) + " layers; found " +
                    text(call.layers));
-  // Numbers of one network are counted in 32 bits.
-  constexpr int64_t kMost = int64_t(1) << 31;
-  int64_t most = call.batch, total = 1;
-  for (int i = 0; i <= call.layers; ++i) {
-    if (call.widths[i] < 1 || call.widths[i] >= 1 << 20)
-      return message("widths must lie in 1 ... 2^20 - 1; found n_" + text(i) + " = " + text(call.widths[i]));
-    if (i > 0) total += call.widths[i] * (call.widths[i - 1] + 4 * (call.widths[0] + call.layers));
-    if (i > 0) most = std::max(most, call.batch * call.widths[i] * call.widths[i - 1]);
-    total += 4 * call.widths[i] * call.widths[call.layers];
-  }
-  total += 4 * call.widths[0] * (call.widths[0] + 1) * call.layers;
   if (call.batch < 1 || call.in_channels < 1 || call.out_channels < 1)
     return message("expected at least one network and one channel in and out; found " + text(call.batch) + ", " +
                    text(call.in_channels) + " and " + text(call.out_channels));
-  const int64_t rows = call.out_channels * std::max(call.widths[0], call.widths[call.layers]);
-  if (call.in_channels >= 1 << 20 || rows >= 1 << 24 || total * call.in_channels >= kMost || most >= kMost ||
-      call.batch * call.in_channels >= kMost)
-    return message("the networks are too large: numbers per network and positions per batch must stay below 2^31");
+  // Kernels count in 32 bits what belongs to one network, one matrix of coefficients, or one position of every network.
+  // The bounds are estimates, in floating point so that they cannot overflow.
+  constexpr double kMost = 2147483648.0;
+  const double L = call.layers, d = double(call.in_channels), n_0 = double(call.widths[0]),
+               n_L = double(call.widths[call.layers]);
+  double numbers = 4 * L * (n_0 + n_L) * (n_0 + 1), positions = d;
+  for (int i = 0; i <= call.layers; ++i) {
+    const double n = double(call.widths[i]), m = double(call.widths[i == 0 ? 0 : i - 1]);
+    if (n < 1) return message("every width must be at least 1; found n_" + text(i) + " = " + text(call.widths[i]));
+    numbers += n * (m + 4 * (n_0 + n_L + L));
+    positions = std::max(positions, n * m);
+  }
+  const double rows = chain ? 0 : double(call.out_channels) * std::max(n_0, n_L);
+  const double columns = d * (3 * n_0 * n_L + (L + 3) * (n_0 + n_L) + 2 * L);
+  if (numbers * d >= kMost || positions * double(call.batch) >= kMost || rows * columns >= kMost)
+    return message(
+        "the networks are too large: numbers per network, of a matrix of coefficients, and positions per batch must "
+        "stay below 2^31");
   return nullptr;
 }
 

@@ -16,6 +16,7 @@ template <typename Parameters>
 cudaError_t launch(void (*kernel)(Parameters), int64_t blocks, size_t shared, cudaStream_t stream,
                    const Parameters& parameters) {
   static_assert(sizeof(Parameters) <= 4096, "kernel parameters are limited to 4 KiB on older drivers");
+  if (blocks > 0x7fffffff) return cudaErrorInvalidValue;
   if (shared > kDefaultShared) {
     const auto error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                             cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));

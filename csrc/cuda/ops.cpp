@@ -38,19 +38,26 @@ class Call {
  public:
   Call(const char* op, int operation, const Tensors& weights, const Tensors& biases, int64_t out_channels,
        int64_t activation = MAGEP_NONE)
-      : op_(op), like_(first_of(op, weights)), shape_{like_.size(0), like_.size(1), out_channels, {like_.size(3)}} {
-    STD_TORCH_CHECK(weights.size() == biases.size(), op, ": expected as many weights as biases; found ", weights.size(),
-                    " and ", biases.size());
-    for (const Tensor& w : weights) {
-      STD_TORCH_CHECK(w.dim() == 4, op, ": weights must have rank 4; found ", w.dim());
-      shape_.n.push_back(w.size(2));
+      : op_(op),
+        like_(first_of(op, operation, weights, biases)),
+        shape_{like_.size(0), like_.size(1), out_channels, {}} {
+    STD_TORCH_CHECK(MAGEP_NONE <= activation && activation <= MAGEP_SIN, op,
+                    ": activation must be 0 (none), 1 (relu), 2 (tanh) or 3 (sin); found ", activation);
+    STD_TORCH_CHECK(shape_.d >= 1 && shape_.e >= 1, op, ": expected at least one channel in and out; found ", shape_.d,
+                    " and ", shape_.e);
+    shape_.n.push_back(like_.size(3));
+    for (size_t i = 0; i < weights.size(); ++i) {
+      STD_TORCH_CHECK(weights[i].dim() == 4, op, ": weights[", i, "] must have rank 4; found ", weights[i].dim());
+      shape_.n.push_back(weights[i].size(2));
     }
+    for (int64_t n : shape_.n) STD_TORCH_CHECK(n >= 1, op, ": every width must be at least 1");
     call_ = {operation,   dtype_number(), static_cast<int>(activation),     shape_.B,
              shape_.d,    shape_.e,       static_cast<int>(weights.size()), shape_.n.data(),
              /*tiled=*/0, nullptr};
-    Tensors all = weights;
-    all.insert(all.end(), biases.begin(), biases.end());
-    features_ = take(all, "weights and biases", feature_shapes(shape_.d), dtype());
+    const auto shapes = feature_shapes(shape_.d);
+    const auto middle = shapes.begin() + shape_.L();
+    weights_ = take(weights, "weights", {shapes.begin(), middle}, dtype());
+    biases_ = take(biases, "biases", {middle, shapes.end()}, dtype());
   }
 
   const Shape& shape() const { return shape_; }
@@ -112,7 +119,7 @@ class Call {
     call_.stream = current_stream(like_.get_device_index());
     const int64_t bytes = std::max<int64_t>(0, workspace_size(&call_));
     const Tensor workspace = torch::stable::new_empty(like_, {bytes / 8 + 1}, ScalarType::Double);
-    const MagepCudaNetworks networks{features_.data(), features_.data() + shape_.L()};
+    const MagepCudaNetworks networks{weights_.data(), biases_.data()};
     const char* wrong = launcher(&call_, &networks, workspace.mutable_data_ptr());
     STD_TORCH_CHECK(wrong == nullptr, op_, ": ", wrong);
   }
@@ -126,8 +133,11 @@ class Call {
   }
 
  private:
-  static const Tensor& first_of(const char* op, const Tensors& weights) {
-    STD_TORCH_CHECK(!weights.empty() && weights[0].dim() == 4, op, ": expected weights of rank 4");
+  static const Tensor& first_of(const char* op, int operation, const Tensors& weights, const Tensors& biases) {
+    const size_t fewest = operation == MAGEP_CHAIN ? 1 : 2;
+    STD_TORCH_CHECK(weights.size() >= fewest && weights.size() == biases.size(), op,
+                    ": expected as many weights as biases, at least ", fewest, " of each");
+    STD_TORCH_CHECK(weights[0].dim() == 4, op, ": weights[0] must have rank 4; found ", weights[0].dim());
     STD_TORCH_CHECK(on_device(weights[0]), op, ": weights[0] must be a ", kDeviceName, " tensor");
     return weights[0];
   }
@@ -146,7 +156,7 @@ class Call {
   Shape shape_;
   MagepCudaCall call_;
   Tensors kept_;
-  std::vector<void*> features_;
+  std::vector<void*> weights_, biases_;
 };
 
 int64_t no_workspace(const MagepCudaCall*) { return 0; }
@@ -208,7 +218,7 @@ Tensors chain_backward(Tensors grads, Tensors weights, Tensors biases) {
 void layer_forward(Call& call, bool equivariant, const Tensors& matrices, const Tensor& psi,
                    const std::vector<void*>& outputs, const std::vector<void*>& before, void* saved) {
   const Shape& s = call.shape();
-  const auto phi = call.take_parameters(matrices, "matrices", matrix_shapes(s, equivariant));
+  const auto phi = call.take_parameters(matrices, equivariant ? "matrices" : "matrix", matrix_shapes(s, equivariant));
   const auto connections = call.take_parameters({psi}, "psi", {psi_shape(s, equivariant)});
   const MagepCudaParameters parameters{phi.data(), connections[0]};
   call.run(no_workspace, [&](const MagepCudaCall* c, const MagepCudaNetworks* networks, void*) {
@@ -222,7 +232,7 @@ Tensors layer_backward(Call& call, bool equivariant, const std::vector<void*>& b
                        const Tensors& matrices, const Tensor& psi, const Tensor& saved) {
   const Shape& s = call.shape();
   const auto phi_shapes = matrix_shapes(s, equivariant);
-  const auto phi = call.take_parameters(matrices, "matrices", phi_shapes);
+  const auto phi = call.take_parameters(matrices, equivariant ? "matrices" : "matrix", phi_shapes);
   const auto connections = call.take_parameters({psi}, "psi", {psi_shape(s, equivariant)});
   const auto kept = call.take({saved}, "saved", {{s.B, saved_size(s, equivariant)}}, call.computation());
   const MagepCudaParameters parameters{phi.data(), connections[0]};
