@@ -1,7 +1,8 @@
-"""What the CUDA kernels will do on a GPU, counted and not measured: launches, blocks, occupancy, bytes of memory.
+"""python -m benchmarks.cuda_model: what the CUDA kernels will do on a GPU, counted and not measured.
 
-The counts follow the plan of csrc/cuda/layers.cu for float32; registers are those of csrc/cuda/resources.csv. Bytes are
-those that a launch touches at least once, as if the second-level cache kept what several blocks read.
+Launches, blocks, occupancy and bytes of memory follow the plan of csrc/cuda/layers.cu for float32; registers are those
+of csrc/cuda/resources.csv. Bytes are those that a launch touches at least once, as if the second-level cache kept what
+several blocks read.
 """
 
 from __future__ import annotations
@@ -10,6 +11,11 @@ import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from rich.table import Table
+
+from benchmarks.layers import LAYERS, SHAPES
+from benchmarks.report import wide_console
 
 RESOURCES = Path(__file__).resolve().parent.parent / "csrc" / "cuda" / "resources.csv"
 THREADS, TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 256, 32, 64, 16
@@ -134,9 +140,10 @@ def forward(gpu: Gpu, widths: Sequence[int], d: int, e: int, batch: int, equivar
         return [_launch(gpu, "layer_fused", flags, blocks, shared, features + parameters, outputs + saved)]
     *matrices, (readout_rows, _, _) = s.matrices()
     tiles = sum(_tiles(rows, positions) for rows, _, positions in matrices) + _ceil(readout_rows, READOUT_ROWS)
+    mixed = batch * s.weights if equivariant else 0
     return [
         _launch(gpu, "layer_chain", "", batch * d, 0, features + s.psi, saved),
-        _launch(gpu, "layer_mix", "", batch * tiles, 0, batch * s.weights + saved + parameters, outputs),
+        _launch(gpu, "layer_mix", "", batch * tiles, 0, mixed + saved + parameters - s.psi, outputs),
     ]
 
 
@@ -182,3 +189,43 @@ def backward(gpu: Gpu, widths: Sequence[int], d: int, e: int, batch: int, equiva
         read = partial + (psi_parts if batch > 1 else 0)
         launches.append(_launch(gpu, "sum_parts", "", blocks, 0, read, summed + psi_summed))
     return launches
+
+
+def counts(widths: Sequence[int], channels: int, batch: int, equivariant: bool) -> list[tuple[str, str, Launch]]:
+    """The GPU, the direction and each launch of a layer with as many channels out as in."""
+    given = (widths, channels, channels, batch, equivariant)
+    return [
+        (gpu.name, direction, launch)
+        for gpu in GPUS
+        for direction, launches in (("forward", forward(gpu, *given)), ("backward", backward(gpu, *given)))
+        for launch in launches
+    ]
+
+
+def tabulate() -> Table:
+    """The counts of the benchmarks' shapes."""
+    table = Table(title="CUDA kernels, counted and not measured: float32, no activation")
+    for name in (
+        "shape",
+        "layer",
+        "GPU",
+        "direction",
+        "kernel",
+        "blocks",
+        "shared KiB",
+        "occupancy",
+        "MB read",
+        "written",
+    ):
+        table.add_column(name, justify="right" if name[0] in "bsoMw" and name != "shape" else "left")
+    for key, shape in SHAPES.items():
+        for kind in LAYERS:
+            for gpu, direction, x in counts(shape.widths, shape.channels, shape.batch_size, kind == "equivariant"):
+                sizes = (f"{x.shared / 1024:.1f}", f"{x.occupancy:.0%}", f"{x.bytes_read / 1e6:.2f}")
+                row = (key, kind, gpu, direction, x.kernel, str(x.blocks), *sizes, f"{x.bytes_written / 1e6:.2f}")
+                table.add_row(*row)
+    return table
+
+
+if __name__ == "__main__":
+    wide_console().print(tabulate())

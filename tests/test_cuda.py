@@ -158,9 +158,10 @@ def test_kernels_need_what_the_table_says():
 
 
 def test_parser_reads_spills():
+    symbol = "_ZN5magep4cuda11layer_fusedI6__halfLb1EEEvNS0_17ForwardParametersIT_EE"
     log = (
-        "ptxas info    : Compiling entry function '_ZN5magep4cuda11layer_fusedI6__halfLb1EEEvNS0_17ForwardParametersE'"
-        " for 'sm_90'\nptxas info    : Function properties for it\n"
+        f"ptxas info    : Compiling entry function '{symbol}' for 'sm_90'\n"
+        f"ptxas info    : Function properties for {symbol}\n"
         "    32 bytes stack frame, 76 bytes spill stores, 120 bytes spill loads\n"
         "ptxas info    : Used 64 registers, used 1 barriers, 32 bytes cumulative stack size, 6656 bytes smem\n"
     )

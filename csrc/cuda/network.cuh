@@ -42,10 +42,10 @@ struct SharedWeights {
   template <typename S>
   __device__ void copy(const GlobalWeights<S>& from) const {
     for (int i = 1; i <= s.L; ++i) {
-      const int m = s.n[i - 1], size = s.n[i] * m;
-      const auto source = from.weight(i).data;
-      const auto to = weight(i);
-      for_each(channels * size, [&](int k) { base[to.data - base + k / m * to.ld + k % m] = load(source[k]); });
+      const int m = s.n[i - 1], ld = StagedWeights::ld(m);
+      const S* source = from.weight(i).data;
+      T* to = base + at.W[i] * channels;
+      for_each(channels * s.n[i] * m, [&](int k) { to[k / m * ld + k % m] = load(source[k]); });
     }
   }
 };
