@@ -205,19 +205,10 @@ def counts(widths: Sequence[int], channels: int, batch: int, equivariant: bool) 
 def tabulate() -> Table:
     """The counts of the benchmarks' shapes."""
     table = Table(title="CUDA kernels, counted and not measured: float32, no activation")
-    for name in (
-        "shape",
-        "layer",
-        "GPU",
-        "direction",
-        "kernel",
-        "blocks",
-        "shared KiB",
-        "occupancy",
-        "MB read",
-        "written",
-    ):
-        table.add_column(name, justify="right" if name[0] in "bsoMw" and name != "shape" else "left")
+    for name in ("shape", "layer", "GPU", "direction", "kernel"):
+        table.add_column(name)
+    for name in ("blocks", "shared KiB", "occupancy", "MB read", "MB written"):
+        table.add_column(name, justify="right")
     for key, shape in SHAPES.items():
         for kind in LAYERS:
             for gpu, direction, x in counts(shape.widths, shape.channels, shape.batch_size, kind == "equivariant"):

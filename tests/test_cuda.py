@@ -4,6 +4,7 @@ by csrc/tests/test_cuda.cpp and test_cuda_on_host.py."""
 import importlib.util
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,7 @@ def resources():
     """csrc/cuda/resources.py, which is no package."""
     path = Path(__file__).resolve().parent.parent / "csrc" / "cuda" / "resources.py"
     spec = importlib.util.spec_from_file_location("cuda_resources", path)
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
