@@ -149,14 +149,12 @@ const char* backward(const MagepCudaCall& call, const void* const* output_grads,
     sum_later(psi_parts, psi_bar, s.psi_size(), s.B);
   }
 
-  const int last = s.outputs() - 1;
   MatrixGradientParameters<S> m{s,          plan.at,    {},           {},      {},
                                 {},         kept,       saved_stride, nullptr, mix + int64_t(plan.gradients.F) * s.d,
                                 mix_stride, activation, {},           {}};
   if ((wrong = take("weights", networks.weights, s.L, m.W))) return wrong;
   if ((wrong = take("output_grads", output_grads, s.outputs(), m.grads))) return wrong;
   if (activation != Activation::none && (wrong = take("given", given, s.outputs(), m.given))) return wrong;
-  if ((wrong = take("matrices", parameters.matrices + last, 1, &m.readout_matrix))) return wrong;
   for (int output = 0; output < s.outputs(); ++output) {
     const int64_t count = int64_t(s.output_rows(output)) * s.output_columns(output);
     const int tiles = Staged<MixTile<T>>::tiles(s.output_rows(output), s.output_columns(output));
@@ -168,45 +166,47 @@ const char* backward(const MagepCudaCall& call, const void* const* output_grads,
       sum_later(m.partial[output], matrix_bar[output], count, plan.parts[output]);
     }
   }
+
+  const int channels = plan.small ? kSmallChannels : kLargeChannels;
+  DataGradientParameters<S> data{s,
+                                 plan.at,
+                                 plan.gradients,
+                                 {},
+                                 {},
+                                 {},
+                                 kept,
+                                 saved_stride,
+                                 mix,
+                                 {},
+                                 activation,
+                                 channels,
+                                 plan.small ? kSmallRectangle : kMiddleRectangle,
+                                 plan.small ? kSmallRectangle : kLastRectangle};
+  if ((wrong = take("matrices", parameters.matrices, s.outputs(), data.matrices))) return wrong;
+  if ((wrong = take("weight_grads", weight_grads, s.L, data.W_bar))) return wrong;
+  m.readout_matrix = data.matrices[s.outputs() - 1];
+  std::copy(m.grads, m.grads + s.outputs(), data.grads);
+  std::copy(m.given, m.given + s.outputs(), data.given);
+
+  ChainGradientParameters<S> chain{s,   plan.at, plan.gradients, plan.staged, {}, nullptr, kept, saved_stride,
+                                   mix, bars,    psi_parts,      {},          {}};
+  if ((wrong = take("psi", &parameters.psi, 1, &chain.psi))) return wrong;
+  if ((wrong = take("bias_grads", bias_grads, s.L, chain.b_bar))) return wrong;
+  std::copy(m.W, m.W + s.L, chain.W);
+  std::copy(data.W_bar, data.W_bar + s.L, chain.W_bar);
+
   const int64_t blocks =
       m.first_block[s.outputs()] + int64_t(ceil_div(s.readout_columns(), kThreads)) * ceil_div(s.B, kReadoutNetworks);
   if ((wrong = status(launch(matrix_gradients<S>, blocks, 0, stream, m), "matrix_gradients"))) return wrong;
-
   if (s.equivariant()) {
-    const int channels = plan.small ? kSmallChannels : kLargeChannels;
-    DataGradientParameters<S> p{s,
-                                plan.at,
-                                plan.gradients,
-                                {},
-                                {},
-                                {},
-                                kept,
-                                saved_stride,
-                                mix,
-                                {},
-                                activation,
-                                channels,
-                                plan.small ? kSmallRectangle : kMiddleRectangle,
-                                plan.small ? kSmallRectangle : kLastRectangle};
-    if ((wrong = take("matrices", parameters.matrices, s.outputs(), p.matrices))) return wrong;
-    std::copy(m.grads, m.grads + s.outputs(), p.grads);
-    std::copy(m.given, m.given + s.outputs(), p.given);
-    if ((wrong = take("weight_grads", weight_grads, s.L, p.W_bar))) return wrong;
-    const size_t shared = sizeof(T) * 2 * channels * std::max(p.middle.size(), p.last.size());
+    const size_t shared = sizeof(T) * 2 * channels * std::max(data.middle.size(), data.last.size());
     wrong = status(launch(plan.small ? data_gradients<S, true> : data_gradients<S, false>,
-                          int64_t(s.B) * 2 * (s.L - 1) * ceil_div(s.d, channels), shared, stream, p),
+                          int64_t(s.B) * 2 * (s.L - 1) * ceil_div(s.d, channels), shared, stream, data),
                    "data_gradients");
     if (wrong) return wrong;
   }
-
-  ChainGradientParameters<S> p{s,   plan.at, plan.gradients, plan.staged, {}, nullptr, kept, saved_stride,
-                               mix, bars,    psi_parts,      {},          {}};
-  std::copy(m.W, m.W + s.L, p.W);
-  if ((wrong = take("psi", &parameters.psi, 1, &p.psi))) return wrong;
-  if ((wrong = take("weight_grads", weight_grads, s.L, p.W_bar))) return wrong;
-  if ((wrong = take("bias_grads", bias_grads, s.L, p.b_bar))) return wrong;
   wrong = status(launch(plan.small_chain ? chain_gradients<S, true> : chain_gradients<S, false>, int64_t(s.B) * s.d,
-                        plan.small_chain ? plan.chain_gradient_bytes() : 0, stream, p),
+                        plan.small_chain ? plan.chain_gradient_bytes() : 0, stream, chain),
                  "chain_gradients");
   if (wrong || sums.jobs == 0) return wrong;
   return status(launch(sum_parts<T>, sums.first_block[sums.jobs], 0, stream, sums), "sum_parts");
