@@ -36,15 +36,15 @@ test: $(STAMP)
 sanitize: $(STAMP)
 	$(call RUN_CTEST,build/sanitize,-DMAGEP_SANITIZE=ON)
 
-# The CUDA library for every architecture, warnings as errors; registers and shared memory go to csrc/cuda/resources.csv.
-# It must load, also where there is no CUDA driver.
+# The CUDA library for every architecture, warnings as errors. Its kernels need what csrc/cuda/resources.csv says, and it
+# loads, also where there is no CUDA driver.
 cuda: $(STAMP)
 	@command -v nvcc > /dev/null || { echo "make cuda: SKIPPED, nvcc is not installed: the CUDA kernels were not compiled"; exit 0; }; \
 	set -e; \
 	$(BIN)/cmake -S . -B build/cuda -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
 	  -DMAGEP_WITH_CUDA=ON -DMAGEP_WERROR=ON -DCMAKE_CUDA_FLAGS=-Xptxas=-v; \
 	$(BIN)/cmake --build build/cuda --clean-first --target magep_fast_cuda > build/cuda/build.log 2>&1 || { cat build/cuda/build.log; exit 1; }; \
-	$(BIN)/python csrc/cuda/resources.py build/cuda/build.log; \
+	$(BIN)/python csrc/cuda/resources.py --check build/cuda/build.log; \
 	$(BIN)/python -c "import torch, magep_fast; torch.ops.load_library('build/cuda/libmagep_fast_cuda.so')"
 
 tables: $(STAMP)

@@ -5,6 +5,7 @@ import importlib.util
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -155,7 +156,8 @@ def test_table_of_resources_is_complete_and_without_spills():
 def test_kernels_need_what_the_table_says():
     """One architecture; the others are compared by `make cuda` in CI."""
     module = resources()
-    assert module.compile_for(80) == [row for row in module.read() if row.architecture == 80]
+    found = module.compile_for(80)
+    assert len(found) == len(module.read()) / len(module.ARCHITECTURES) and module.differences(found) == []
 
 
 def test_parser_reads_spills():
@@ -167,7 +169,18 @@ def test_parser_reads_spills():
         "ptxas info    : Used 64 registers, used 1 barriers, 32 bytes cumulative stack size, 6656 bytes smem\n"
     )
     module = resources()
-    assert module.parse(log) == [module.Resources("layer_fused", "half", "yes", 90, 64, 6656, 196)]
+    (found,) = module.parse(log, "13.0")
+    assert found == module.Resources("layer_fused", "half", "yes", 90, 64, 6656, 196, "13.0")
+    assert found in module.differences([found])
+
+
+@pytest.mark.parametrize(("nvcc", "count"), [("13.0", 2), ("99.0", 0)])
+def test_another_number_of_registers_is_a_difference(nvcc, count):
+    """By the nvcc that the table is of."""
+    module = resources()
+    table = module.read()
+    other = [replace(row, registers=row.registers + (k == 0), nvcc=nvcc) for k, row in enumerate(table)]
+    assert module.differences(table) == [] and len(module.differences(other)) == count
 
 
 def counted(gpu, shape, kind):

@@ -1,7 +1,9 @@
 """What ptxas says every CUDA kernel needs, as the table resources.csv beside this file.
 
-python csrc/cuda/resources.py             compiles for every architecture of the table and writes it anew
-python csrc/cuda/resources.py build.log   reads what a build with -Xptxas=-v printed instead
+python csrc/cuda/resources.py: compiles for every architecture of the table and writes it anew.
+python csrc/cuda/resources.py build.log: reads what a build with -Xptxas=-v printed instead.
+python csrc/cuda/resources.py --check build.log: writes nothing; fails if anything is spilled or, by the nvcc that the
+table is of, differs from it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _STORAGE = {"f": "float", "d": "double", "13__nv_bfloat16": "bfloat16", "6__half
 
 @dataclass(frozen=True, order=True)
 class Resources:
-    """Of one kernel on one architecture. `flags` are its other template arguments; shared is static, in bytes."""
+    """Of one kernel on one architecture. `flags` are its other template arguments; shared is static, in bytes; nvcc is
+    the release that compiled it."""
 
     kernel: str
     storage: str
@@ -42,9 +45,16 @@ class Resources:
     registers: int
     shared: int
     spill_bytes: int
+    nvcc: str
 
 
-def parse(log: str) -> list[Resources]:
+def nvcc_release() -> str:
+    """Of the nvcc that is installed, such as "13.0"."""
+    version = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    return version.partition("release ")[2].partition(",")[0]
+
+
+def parse(log: str, nvcc: str) -> list[Resources]:
     """The kernels in the output of ptxas -v."""
     found = set()
     for entry in _ENTRY.finditer(log):
@@ -60,6 +70,7 @@ def parse(log: str) -> list[Resources]:
                 int(entry["registers"]),
                 int(shared[1]) if shared else 0,
                 int(entry["stores"]) + int(entry["loads"]),
+                nvcc,
             )
         )
     return sorted(found)
@@ -73,7 +84,7 @@ def compile_for(architecture: int) -> list[Resources]:
             command = ["nvcc", "-std=c++17", f"-arch=sm_{architecture}", "-Xptxas=-v", "-cubin", str(source)]
             run = subprocess.run([*command, "-o", f"{directory}/kernels"], capture_output=True, text=True, check=True)
             log += run.stderr + run.stdout
-    return parse(log)
+    return parse(log, nvcc_release())
 
 
 def read() -> list[Resources]:
@@ -92,8 +103,26 @@ def write(table: list[Resources]) -> None:
         writer.writerows(astuple(row) for row in sorted(table))
 
 
-if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        write(parse(Path(sys.argv[1]).read_text()))
+def differences(found: list[Resources]) -> list[Resources]:
+    """What is spilled and, by the nvcc that the table is of, what the table has otherwise, for these architectures."""
+    spilled = {row for row in found if row.spill_bytes > 0}
+    architectures, table = {row.architecture for row in found}, read()
+    if {row.nvcc for row in found} != {row.nvcc for row in table}:
+        return sorted(spilled)
+    return sorted(spilled | set(found) ^ {row for row in table if row.architecture in architectures})
+
+
+def main() -> None:
+    logs = [argument for argument in sys.argv[1:] if argument != "--check"]
+    if logs:
+        found = parse(Path(logs[0]).read_text(), nvcc_release())
     else:
-        write([row for architecture in ARCHITECTURES for row in compile_for(architecture)])
+        found = [row for architecture in ARCHITECTURES for row in compile_for(architecture)]
+    if "--check" not in sys.argv:
+        write(found)
+    elif not found or differences(found):
+        raise SystemExit(f"{len(found)} kernels found; these differ from {TABLE.name} or spill: {differences(found)}")
+
+
+if __name__ == "__main__":
+    main()
