@@ -12,7 +12,7 @@ $(BIN)/cmake --build $(1)
 $(BIN)/ctest --test-dir $(1) --output-on-failure
 endef
 
-.PHONY: install test sanitize tables lint format wheel clean
+.PHONY: install test sanitize cuda tables lint format wheel clean
 
 install: $(STAMP)
 
@@ -36,6 +36,17 @@ test: $(STAMP)
 sanitize: $(STAMP)
 	$(call RUN_CTEST,build/sanitize,-DMAGEP_SANITIZE=ON)
 
+# The CUDA library for every architecture, warnings as errors. Its kernels need what csrc/cuda/resources.csv says, and it
+# loads, also where there is no CUDA driver.
+cuda: $(STAMP)
+	@command -v nvcc > /dev/null || { echo "make cuda: SKIPPED, nvcc is not installed: the CUDA kernels were not compiled"; exit 0; }; \
+	set -e; \
+	$(BIN)/cmake -S . -B build/cuda -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	  -DMAGEP_WITH_CUDA=ON -DMAGEP_WERROR=ON -DCMAKE_CUDA_FLAGS=-Xptxas=-v; \
+	$(BIN)/cmake --build build/cuda --clean-first --target magep_fast_cuda > build/cuda/build.log 2>&1 || { cat build/cuda/build.log; exit 1; }; \
+	$(BIN)/python csrc/cuda/resources.py --check build/cuda/build.log; \
+	$(BIN)/python -c "import torch, magep_fast; torch.ops.load_library('build/cuda/libmagep_fast_cuda.so')"
+
 tables: $(STAMP)
 	$(BIN)/python -m benchmarks tables
 	$(BIN)/python -m benchmarks layers --repeats 10
@@ -44,12 +55,12 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh')
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
+	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh')
 
 wheel: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m build --wheel --no-isolation --outdir dist .

@@ -29,6 +29,7 @@ PYBIND11_MODULE(_native, m) {
   m.attr("version") = MAGEP_VERSION;
   m.attr("torch_version") = MAGEP_TORCH_VERSION;
   m.attr("build_type") = MAGEP_BUILD_TYPE;
+  m.attr("cuda_architectures") = MAGEP_CUDA_ARCHITECTURES;
   m.attr("compiler") = std::string(
 #if defined(__clang__)
       "clang " __clang_version__

@@ -22,7 +22,7 @@ from einops import rearrange
 from torch import Tensor
 
 from magep_fast.activations import activate
-from magep_fast.terms import LINEAR, Output, Table
+from magep_fast.terms import LINEAR, Output, Table, equivariant_table, invariant_table
 
 
 def prefix_chain(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
@@ -135,6 +135,20 @@ class Factors:
                 data = self.b[L].new_ones(self.b[L].shape[0], 1)
             features.append(rearrange(data, "b d ... -> b (... d)"))
         return torch.cat(features, dim=1)
+
+
+def unshare_Wb(table: Table, matrices: Sequence[Tensor]) -> tuple[Table, list[Tensor]]:
+    """The same layer with one coefficient of [Wb] for each t: for kernels that know no other."""
+    space, d, e = table.space, table.in_channels, table.out_channels
+    if len(table.outputs) == 1:
+        full = invariant_table(space, d, e, table.terms)
+    else:
+        full = equivariant_table(space, table.out_taps, d, e, table.terms)
+    expanded = []
+    for shared, each, matrix in zip(table.outputs, full.outputs, matrices, strict=True):
+        blocks = zip(matrix.split(shared.column_sizes, dim=1), shared.column_sizes, each.column_sizes, strict=True)
+        expanded.append(torch.cat([copy for block, n, times in blocks for copy in [block] * (times // n)], dim=1))
+    return full, expanded
 
 
 def product(matrix: Tensor, data: Tensor) -> Tensor:

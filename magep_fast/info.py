@@ -10,6 +10,7 @@ import torch
 
 import magep_fast
 from magep_fast.ops.backends import ENVIRONMENT_VARIABLE, backends, choose_backend
+from magep_fast.ops.cuda import architectures, mismatch
 from magep_fast.ops.library import instruction_set, missing_library, native_module
 
 
@@ -18,6 +19,17 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def _cuda_kernels() -> str:
+    """What the CUDA kernels were compiled for, and whether the GPU present can run that."""
+    compiled = architectures()
+    if not compiled:
+        return "not built"
+    text = f"compiled for {', '.join(f'sm_{name}' for name in compiled)}"
+    if torch.cuda.is_available():
+        text += f"; {mismatch(torch.cuda.get_device_capability(), compiled) or 'this GPU can run them'}"
+    return text
 
 
 def report() -> str:
@@ -42,6 +54,7 @@ def report() -> str:
     reason = missing_library()
     loaded = f"loaded, CPU kernels: {instruction_set()}" if reason is None else f"missing: {reason}"
     lines.append(f"native ops    {loaded}")
+    lines.append(f"CUDA kernels  {_cuda_kernels()}")
     lines.append("backends")
     for backend in backends():
         missing = backend.missing()

@@ -161,6 +161,11 @@ class WeightFeatures:
         return self.biases[0].shape[1]
 
     @property
+    def numbers_per_network(self) -> int:
+        """Weights and biases of one network, in all channels."""
+        return sum(x.shape[1:].numel() for x in self.tensors())
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.biases[0].dtype
 

@@ -3,7 +3,7 @@
 import warnings
 
 from magep_fast import factored, reference
-from magep_fast.ops import native
+from magep_fast.ops import cuda, native
 from magep_fast.ops.backends import Backend, register_backend
 from magep_fast.ops.chain import chain
 from magep_fast.ops.equivariant import equivariant
@@ -25,4 +25,15 @@ register_backend(
 )
 register_backend(
     Backend("cpu", native.chain, native.equivariant, native.invariant, missing_library, native.unsupported),
+)
+register_backend(
+    Backend(
+        "cuda",
+        cuda.chain,
+        cuda.equivariant,
+        cuda.invariant,
+        cuda.missing,
+        cuda.unsupported,
+        hands_over=("triton", cuda.SMALL_NETWORK),
+    ),
 )

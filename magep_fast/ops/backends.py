@@ -29,6 +29,8 @@ class Backend:
         missing: why the backend cannot run on this machine at all, or None.
         unsupported: why it cannot take tensors of this device and dtype, or None.
         automatic: whether "auto" may choose it.
+        hands_over: (name, size): "auto" gives networks of more than `size` numbers to that backend instead, where it
+            can take them.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Backend:
     missing: Callable[[], str | None] = _always
     unsupported: Callable[[torch.device, torch.dtype], str | None] = _always
     automatic: bool = True
+    hands_over: tuple[str, int] | None = None
 
 
 _backends: dict[str, Backend] = {}
@@ -93,8 +96,9 @@ class use_backend:
         _forced = self.before
 
 
-def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> Backend:
-    """The backend that runs: the forced one, else the requested one, else that of the environment, else the best."""
+def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, size: int = 0) -> Backend:
+    """The backend that runs: the forced one, else the requested one, else that of the environment, else the best for
+    networks of `size` numbers each."""
     name = _forced or (requested if requested != AUTO else os.environ.get(ENVIRONMENT_VARIABLE, AUTO))
     if check_backend(name) != AUTO:
         backend = _backends[name]
@@ -103,6 +107,16 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> 
             raise RuntimeError(f"backend {name!r} cannot take {dtype} tensors on {device}: {reason}")
         return backend
     for backend in reversed(_backends.values()):
-        if backend.automatic and backend.missing() is None and backend.unsupported(device, dtype) is None:
-            return backend
+        if not _automatic(backend, device, dtype):
+            continue
+        if backend.hands_over is not None:
+            other, most = backend.hands_over
+            if other in _backends and _automatic(_backends[other], device, dtype) and size > most:
+                return _backends[other]
+        return backend
     raise RuntimeError(f"no backend for {dtype} tensors on {device}")
+
+
+def _automatic(backend: Backend, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether "auto" may choose the backend for tensors of this kind."""
+    return backend.automatic and backend.missing() is None and backend.unsupported(device, dtype) is None

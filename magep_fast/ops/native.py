@@ -417,7 +417,7 @@ def _register_layers() -> None:
 
     def empty_saved(weights: list[Tensor], biases: list[Tensor], readout: Tensor, is_equivariant: bool) -> Tensor:
         dtype = torch.float64 if biases[0].dtype == torch.float64 else torch.float32
-        size = _saved_size(_widths(weights), biases[0].shape[1], is_equivariant) + readout.shape[1]
+        size = _saved_size(_widths(weights), biases[0].shape[1], is_equivariant, readout.device) + readout.shape[1]
         if _shares_Wb(weights, biases, readout):
             size += (len(weights) - 1) * weights[-1].shape[2] * biases[0].shape[1]
         return biases[0].new_empty(biases[0].shape[0], size, dtype=dtype)
@@ -480,15 +480,17 @@ def _register_layers() -> None:
     )
 
 
-def _saved_size(widths: Sequence[int], d: int, is_equivariant: bool) -> int:
-    """Numbers of the chains kept per network for the backward pass, as csrc/cpu/layout.h lays them out."""
+def _saved_size(widths: Sequence[int], d: int, is_equivariant: bool, device: torch.device) -> int:
+    """Numbers of the chains kept per network for the backward pass, as csrc/cpu/layout.h and csrc/cuda/shape.h lay them
+    out: the CUDA kernels keep no second P_L, but all that connects the chains."""
     L, n_0, n_L = len(widths) - 1, widths[0], widths[-1]
-    rows = [(n_0 + i, widths[i]) for i in range(1, L + 1)]
-    sizes = [n_L * n_0 * d, (n_0 + 1) * n_0 * d]
+    on_cuda = device.type == "cuda"
+    connected = L if on_cuda and is_equivariant else 1
+    total = connected * (n_0 + 1) * n_0 + (0 if on_cuda else n_L * n_0)
+    total += sum((n_0 + i) * widths[i] for i in range(1, L + 1))
     if is_equivariant:
-        rows += [(n_L, widths[t]) for t in range(1, L)]
         for i in range(2, L + 1):
             through_output = (n_L < n_0 or n_L == 1) and i < L
-            rows.append((1 if through_output else n_0 + 1, widths[i - 1]))
-    sizes += [r * d * n for r, n in rows]
-    return sum(sizes)
+            total += (n_L + (1 if through_output else n_0 + 1)) * widths[i - 1]
+            total += n_L * widths[i] if through_output and on_cuda else 0
+    return total * d
