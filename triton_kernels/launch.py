@@ -1,0 +1,227 @@
+"""From a layer's shape to launches: sizes of buffers, tile sizes, and the launch itself.
+
+A `Launch` is everything that a kernel is started with, so that the same description is run, compiled ahead of time for
+machines that are not here, and counted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+AUTOTUNE_VARIABLE = "MAGEP_FAST_TRITON_AUTOTUNE"
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes, powers of two, and warps. A tile of a middle layer has j × k positions and d channels; one of an edge r
+    rows of coefficients, y positions and z of the columns that Φ' sums over; chains multiply c × n by steps of inner."""
+
+    d: int = 16
+    e: int = 32
+    j: int = 4
+    k: int = 32
+    short: int = 4
+    long: int = 32
+    r: int = 32
+    y: int = 32
+    z: int = 16
+    c: int = 16
+    n: int = 32
+    inner: int = 32
+    chain_warps: int = 2
+    mix_warps: int = 4
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The shape of a call: networks, channels in, channels or features out, n_0 … n_L, and how to compute."""
+
+    batch: int
+    d: int
+    e: int
+    widths: tuple[int, ...]
+    dtype: torch.dtype
+    activation: str | None = None
+    allow_tf32: bool = False
+
+    @property
+    def L(self) -> int:
+        return len(self.widths) - 1
+
+    @property
+    def n_0(self) -> int:
+        return self.widths[0]
+
+    @property
+    def n_L(self) -> int:
+        return self.widths[-1]
+
+    @property
+    def items(self) -> int:
+        return self.batch * self.d
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of sums and of all that is kept between kernels."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @cached_property
+    def arithmetic(self) -> dict[str, Any]:
+        """OPERAND, COMPUTE and PRECISION. Products of 16-bit operands run on tensor cores as they are; where a factor of a
+        chain meets them they round to tf32, which is no coarser."""
+        low = self.dtype.itemsize == 2
+        names = {torch.float64: tl.float64, torch.float32: tl.float32, torch.float16: tl.float16}
+        operand, compute = names.get(self.dtype, tl.bfloat16), names[self.compute_dtype]
+        return {"OPERAND": operand, "COMPUTE": compute, "PRECISION": "tf32" if low or self.allow_tf32 else "ieee"}
+
+    @property
+    def ends(self) -> dict[str, int]:
+        return {"N_0": self.n_0, "N_L": self.n_L}
+
+    @property
+    def prefix_size(self) -> int:
+        return self.items * sum((self.n_0 + i) * self.widths[i] for i in range(1, self.L + 1))
+
+    def section_size(self, rows: int) -> int:
+        """Of [rows, n_i] for every item and hidden layer i."""
+        return self.items * rows * sum(self.widths[1:-1])
+
+    def connection_size(self, mix: bool) -> int:
+        """G_L, or all G_i and H."""
+        G = (self.n_0 + 1) * self.n_0
+        return self.items * (self.L * G + 2 * self.n_L**2 if mix else G)
+
+    @property
+    def readout_columns(self) -> int:
+        return self.d * (3 * self.n_L * self.n_0 + self.L * self.n_L + 2 * (self.L - 1)) + 1
+
+    def num_pairs(self, mix: bool) -> int:
+        return 3 * self.L - 2 if mix else self.L
+
+    def pairs(self, mix: bool) -> dict[str, int]:
+        """Where (L, 0) and (1, 1) stand among the pairs of psi."""
+        return {"FIRST_PAIR": self.L - 1 if mix else 0, "TRACE_PAIR": 2 * self.L - 1 if mix else 1}
+
+    def edges(self) -> list[tuple[int, int, int]]:
+        """Rows, positions and blocks of d columns of each edge: weights of layer 1, hidden biases, weights of layer L."""
+        n = self.widths
+        first = (self.e * self.n_0, n[1], 3 * self.n_0 + 1)
+        biases = [(self.e, n[i], 3 * self.n_0 + i) for i in range(1, self.L)]
+        return [first, *biases, (self.e * self.n_L, n[self.L - 1], 3 * self.n_L)]
+
+    def middle(self) -> list[tuple[int, int]]:
+        """n_i and n_(i-1) of the middle layers."""
+        return [(self.widths[i], self.widths[i - 1]) for i in range(2, self.L)]
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def block(size: int, most: int, least: int = 1) -> int:
+    """The power of two that covers a size, within bounds that are powers of two."""
+    return max(least, min(most, triton.next_power_of_2(max(size, 1))))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with its grid and all arguments."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    warps: int
+    stages: int = 2
+
+    def run(self) -> None:
+        if prod(self.grid) > 0:
+            self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+
+
+def run(launches: Iterable[Launch]) -> None:
+    for launch in launches:
+        launch.run()
+
+
+WIDTHS = (16, 32, 64, 128, 256)
+"""Classes of hidden widths: a network belongs to the least that holds its widest hidden layer, or to the last."""
+
+
+def width_class(problem: Problem) -> int:
+    widest = max(problem.widths[1:-1])
+    return next((width for width in WIDTHS if widest <= width), WIDTHS[-1])
+
+
+DEFAULTS: dict[tuple[int, int, int, str], dict[str, int]] = {}
+"""By d, e, width class and "float32" or "16-bit": what differs from the rule in `default_config`."""
+
+
+def default_config(problem: Problem) -> Config:
+    """Tiles as wide as the layers are, up to what registers hold; then the entry of DEFAULTS, if there is one."""
+    wide = width_class(problem)
+    k = block(wide, 64, 16)
+    long = block(wide, 128, 16)
+    rule = Config(
+        d=block(problem.d, 16, 16),
+        e=block(problem.e, 64, 16),
+        j=max(1, 128 // k),
+        k=k,
+        short=max(1, 128 // long),
+        long=long,
+        r=block(problem.e, 32, 16),
+        y=block(wide, 64, 16),
+        z=block(max(problem.n_0, 2 * problem.n_L), 8),
+        c=block(max(problem.n_0 + problem.L - 1, problem.n_L), 32, 16),
+        n=block(wide, 64, 16),
+        inner=block(wide, 32, 16),
+        chain_warps=4 if wide > 64 else 2,
+        mix_warps=4,
+    )
+    kind = "16-bit" if problem.dtype.itemsize == 2 else "float32"
+    return replace(rule, **DEFAULTS.get((problem.d, problem.e, wide, kind), {}))
+
+
+def candidates(problem: Problem) -> list[Config]:
+    """The default and its neighbours, for autotuning."""
+    default = default_config(problem)
+    found = [default]
+    for change in (
+        {"mix_warps": 2}, {"mix_warps": 8}, {"chain_warps": 1}, {"chain_warps": 4}, {"chain_warps": 8},
+        {"j": default.j * 2}, {"short": default.short * 2}, {"e": min(128, default.e * 2)}, {"d": 32},
+        {"r": 64}, {"r": 16}, {"n": default.n * 2},
+    ):  # fmt: skip
+        config = replace(default, **change)
+        if config not in found:
+            found.append(config)
+    return found
+
+
+_tuned: dict[tuple[str, Problem], Config] = {}
+
+
+def choose_config(name: str, problem: Problem, measure: Callable[[Config], Result], device: torch.device) -> Config:
+    """The default, at once; or with MAGEP_FAST_TRITON_AUTOTUNE=1, on a GPU, the fastest of the candidates, once per shape."""
+    if os.environ.get(AUTOTUNE_VARIABLE, "0") in ("", "0") or device.type == "cpu":
+        return default_config(problem)
+    key = name, problem
+    if key not in _tuned:
+        times: dict[Config, float] = {}
+        for config in candidates(problem):
+            try:
+                times[config] = triton.testing.do_bench(lambda config=config: measure(config), return_mode="median")
+            except triton.runtime.errors.OutOfResources:
+                continue
+        _tuned[key] = min(times, key=times.__getitem__)
+    return _tuned[key]
+
