@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from magep_fast.triton_kernels.launch import Config, Launch, Problem, cdiv
+from magep_fast.triton_kernels.launch import Config, Launch, Problem, cdiv, run
 from magep_fast.triton_kernels.tiles import (
     connection_at,
     copy,
@@ -29,6 +29,70 @@ from magep_fast.triton_kernels.tiles import (
 
 
 @triton.jit
+def _suffix_chain(
+    weights, suffixes, widths, batch, d, item,
+    N_L: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """S_(L-1) … S_1 of an item."""
+    L: tl.constexpr = len(weights)
+    items = batch * d
+    n = number(widths, L - 1)
+    W = weights[L - 1] + item.to(tl.int64) * (N_L * n)
+    S = suffixes + section_at(widths, L - 1, items, item, N_L)
+    copy(W, n, 1, S, n, 1, N_L, n, False, COMPUTE, BLOCK_C, BLOCK_N)
+    for step in range(1, L - 1):
+        t = L - 1 - step
+        m = number(widths, t)
+        n = number(widths, t + 1)
+        W = pick(weights, t) + item.to(tl.int64) * (n * m)
+        after = suffixes + section_at(widths, t + 1, items, item, N_L)
+        S = suffixes + section_at(widths, t, items, item, N_L)
+        gemm(
+            after, n, 1, W, m, 1, S, m, 1, N_L, m, n,
+            False, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+
+
+@triton.jit
+def _prefix_chain(
+    weights, biases, psi, prefixes, connections, features, widths, batch, d, item,
+    N_0: tl.constexpr, N_L: tl.constexpr, ALL: tl.constexpr, FEATURES: tl.constexpr,
+    FIRST_PAIR: tl.constexpr, TRACE_PAIR: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A_1 … A_L of an item and what is made from A_L."""
+    L: tl.constexpr = len(weights)
+    items = batch * d
+    n = number(widths, 1)
+    W = weights[0] + item.to(tl.int64) * (n * N_0)
+    A = prefixes + prefix_at(widths, 1, items, item, N_0)
+    copy(W, 1, N_0, A, n, 1, N_0, n, False, COMPUTE, BLOCK_C, BLOCK_N)
+    copy(biases[0] + item.to(tl.int64) * n, 0, 1, A + N_0 * n, 0, 1, 1, n, False, COMPUTE, 1, BLOCK_N)
+    for i in range(2, L + 1):
+        m = number(widths, i - 1)
+        n = number(widths, i)
+        W = pick(weights, i - 1) + item.to(tl.int64) * (n * m)
+        before = prefixes + prefix_at(widths, i - 1, items, item, N_0)
+        A = prefixes + prefix_at(widths, i, items, item, N_0)
+        # A_i[c, j] = Σ_k A_(i-1)[c, k] W_i[j, k]
+        gemm(
+            before, m, 1, W, 1, m, A, n, 1, N_0 + i - 1, n, m,
+            False, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        bias = pick(biases, i - 1) + item.to(tl.int64) * n
+        copy(bias, 0, 1, A + (N_0 + i - 1) * n, 0, 1, 1, n, False, COMPUTE, 1, BLOCK_N)
+    if FEATURES:
+        A_L = prefixes + prefix_at(widths, tl.full((), L, tl.int32), items, item, N_0)
+        _connect(
+            A_L, psi, connections, item, batch, d, L, N_0, N_L, ALL, FIRST_PAIR, COMPUTE, PRECISION,
+        )  # fmt: skip
+        _features(
+            A_L, psi, connections, features, item, batch, d, L, N_0, N_L, TRACE_PAIR, COMPUTE, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
 def chain_kernel(
     weights, biases, psi, prefixes, suffixes, connections, features, widths, batch, d,
     N_0: tl.constexpr, N_L: tl.constexpr, SUFFIX: tl.constexpr, FEATURES: tl.constexpr,
@@ -39,57 +103,22 @@ def chain_kernel(
 
     FIRST_PAIR is the place of pair (L, 0) in psi, TRACE_PAIR that of (1, 1). Grid: items, or 2 items with SUFFIX.
     """
-    L: tl.constexpr = len(weights)
     item = tl.program_id(0)
-    backwards = False
     if SUFFIX:
-        backwards = item % 2 == 1
-        item = item // 2
-    items = batch * d
-    if backwards:
-        n = number(widths, L - 1)
-        W = weights[L - 1] + item.to(tl.int64) * (N_L * n)
-        S = suffixes + section_at(widths, L - 1, items, item, N_L)
-        copy(W, n, 1, S, n, 1, N_L, n, False, COMPUTE, BLOCK_C, BLOCK_N)
-        for step in range(1, L - 1):
-            t = L - 1 - step
-            m = number(widths, t)
-            n = number(widths, t + 1)
-            W = pick(weights, t) + item.to(tl.int64) * (n * m)
-            after = suffixes + section_at(widths, t + 1, items, item, N_L)
-            S = suffixes + section_at(widths, t, items, item, N_L)
-            gemm(
-                after, n, 1, W, m, 1, S, m, 1, N_L, m, n,
-                False, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
+        if item % 2 == 1:
+            _suffix_chain(
+                weights, suffixes, widths, batch, d, item // 2, N_L, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K
+            )  # fmt: skip
+        else:
+            _prefix_chain(
+                weights, biases, psi, prefixes, connections, features, widths, batch, d, item // 2,
+                N_0, N_L, SUFFIX, FEATURES, FIRST_PAIR, TRACE_PAIR, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     else:
-        n = number(widths, 1)
-        W = weights[0] + item.to(tl.int64) * (n * N_0)
-        A = prefixes + prefix_at(widths, 1, items, item, N_0)
-        copy(W, 1, N_0, A, n, 1, N_0, n, False, COMPUTE, BLOCK_C, BLOCK_N)
-        copy(biases[0] + item.to(tl.int64) * n, 0, 1, A + N_0 * n, 0, 1, 1, n, False, COMPUTE, 1, BLOCK_N)
-        for i in range(2, L + 1):
-            m = number(widths, i - 1)
-            n = number(widths, i)
-            W = pick(weights, i - 1) + item.to(tl.int64) * (n * m)
-            before = prefixes + prefix_at(widths, i - 1, items, item, N_0)
-            A = prefixes + prefix_at(widths, i, items, item, N_0)
-            # A_i[c, j] = Σ_k A_(i-1)[c, k] W_i[j, k]
-            gemm(
-                before, m, 1, W, 1, m, A, n, 1, N_0 + i - 1, n, m,
-                False, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-            bias = pick(biases, i - 1) + item.to(tl.int64) * n
-            copy(bias, 0, 1, A + (N_0 + i - 1) * n, 0, 1, 1, n, False, COMPUTE, 1, BLOCK_N)
-        if FEATURES:
-            A_L = prefixes + prefix_at(widths, tl.full((), L, tl.int32), items, item, N_0)
-            _connect(
-                A_L, psi, connections, item, batch, d, L, N_0, N_L, SUFFIX, FIRST_PAIR, COMPUTE, PRECISION,
-            )  # fmt: skip
-            _features(
-                A_L, psi, connections, features, item, batch, d, L, N_0, N_L, TRACE_PAIR, COMPUTE, PRECISION,
-            )  # fmt: skip
-
+        _prefix_chain(
+            weights, biases, psi, prefixes, connections, features, widths, batch, d, item,
+            N_0, N_L, SUFFIX, FEATURES, FIRST_PAIR, TRACE_PAIR, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
 
 @triton.jit
 def _connect(
@@ -158,6 +187,109 @@ def _features(
 
 
 @triton.jit
+def _suffix_backward(
+    weights, psi, suffixes, suffixes_bar, right_bar, psi_bar, widths, batch, d, item,
+    N_0: tl.constexpr, N_L: tl.constexpr, MIX: tl.constexpr, PAIRS: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """S̄_1 … S̄_(L-1) of an item, and ψ̄ of the middle layers."""
+    L: tl.constexpr = len(weights)
+    items = batch * d
+    channel = item % d
+    PAIR = (N_0 + 1) * N_L * d
+    if MIX:
+        psi_bar += (item // d).to(tl.int64) * (PAIRS * PAIR) + channel
+    for t in range(1, L - 1):
+        m = number(widths, t)
+        n = number(widths, t + 1)
+        S_bar = suffixes_bar + section_at(widths, t, items, item, N_L)
+        if MIX:
+            small = (L + t - 1) * PAIR + N_0 * N_L * d
+            S = suffixes + section_at(widths, t, items, item, N_L)
+            g_bar = right_bar + section_at(widths, t, items, item, 1)
+            gemm(
+                psi + small + channel, d, 0, g_bar, 0, 1, S_bar, m, 1, N_L, m, 1,
+                True, COMPUTE, PRECISION, 16, BLOCK_N, 16,
+            )  # fmt: skip
+            gemm(
+                S, m, 1, g_bar, 1, 0, psi_bar + small, d, 0, N_L, 1, m,
+                False, COMPUTE, PRECISION, 16, 16, BLOCK_K,
+            )  # fmt: skip
+        W = pick(weights, t) + item.to(tl.int64) * (n * m)
+        after_bar = suffixes_bar + section_at(widths, t + 1, items, item, N_L)
+        gemm(
+            S_bar, m, 1, W, 1, m, after_bar, n, 1, N_L, n, m,
+            True, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+
+
+@triton.jit
+def _prefix_backward(
+    weights, psi, prefixes, connections, prefixes_bar, connections_bar, left_bar, features_bar,
+    psi_bar, first_weight_bar, biases_bar, widths, batch, d, item,
+    N_0: tl.constexpr, N_L: tl.constexpr, FEATURES: tl.constexpr, MIX: tl.constexpr,
+    FIRST_PAIR: tl.constexpr, TRACE_PAIR: tl.constexpr, PAIRS: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Ā_L … Ā_1 of an item, its b̄_i and W̄_1, and the gradients of all connections but ψ of the middle layers."""
+    L: tl.constexpr = len(weights)
+    items = batch * d
+    channel = item % d
+    PAIR = (N_0 + 1) * N_L * d
+    if FEATURES:
+        psi_bar += (item // d).to(tl.int64) * (PAIRS * PAIR) + channel
+    last = tl.full((), L, tl.int32)
+    A_L = prefixes + prefix_at(widths, last, items, item, N_0)
+    A_L_bar = prefixes_bar + prefix_at(widths, last, items, item, N_0)
+    if FEATURES:
+        _features_backward(
+            A_L, A_L_bar, psi, psi_bar, connections, connections_bar, features_bar, item, batch, d,
+            L, N_0, N_L, TRACE_PAIR, COMPUTE, PRECISION,
+        )  # fmt: skip
+        _connect_backward(
+            A_L, A_L_bar, psi, psi_bar, connections_bar, item, batch, d,
+            L, N_0, N_L, MIX, FIRST_PAIR, COMPUTE, PRECISION,
+        )  # fmt: skip
+    if MIX:
+        for i in range(2, L):
+            n = number(widths, i)
+            big = (L + i - 2) * PAIR
+            A = prefixes + prefix_at(widths, i, items, item, N_0)
+            A_bar = prefixes_bar + prefix_at(widths, i, items, item, N_0)
+            U_bar = left_bar + section_at(widths, i, items, item, N_L + 1)
+            gemm(
+                psi + big + channel, N_L * d, d, U_bar, n, 1, A_bar, n, 1, N_0, n, N_L,
+                True, COMPUTE, PRECISION, 16, BLOCK_N, 16,
+            )  # fmt: skip
+            copy(U_bar + N_L * n, 0, 1, A_bar + (N_0 + i - 1) * n, 0, 1, 1, n, True, COMPUTE, 1, BLOCK_N)
+            gemm(
+                A, n, 1, U_bar, 1, n, psi_bar + big, N_L * d, d, N_0, N_L, n,
+                False, COMPUTE, PRECISION, 16, 16, BLOCK_K,
+            )  # fmt: skip
+    for step in range(L):
+        i = L - step
+        n = number(widths, i)
+        A_bar = prefixes_bar + prefix_at(widths, i, items, item, N_0)
+        bias_bar = pick(biases_bar, i - 1)
+        row = A_bar + (N_0 + i - 1) * n
+        copy(row, 0, 1, bias_bar + item.to(tl.int64) * n, 0, 1, 1, n, False, bias_bar.dtype.element_ty, 1, BLOCK_N)
+        if i > 1:
+            m = number(widths, i - 1)
+            W = pick(weights, i - 1) + item.to(tl.int64) * (n * m)
+            before_bar = prefixes_bar + prefix_at(widths, i - 1, items, item, N_0)
+            gemm(
+                A_bar, n, 1, W, m, 1, before_bar, m, 1, N_0 + i - 1, m, n,
+                MIX or not FEATURES, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+    n = number(widths, 1)
+    A_bar = prefixes_bar + prefix_at(widths, 1, items, item, N_0)
+    W_bar = first_weight_bar + item.to(tl.int64) * (n * N_0)
+    copy(A_bar, n, 1, W_bar, 1, N_0, N_0, n, False, first_weight_bar.dtype.element_ty, BLOCK_C, BLOCK_N)
+
+
+@triton.jit
 def chain_backward_kernel(
     weights, psi, prefixes, suffixes, connections,
     prefixes_bar, suffixes_bar, connections_bar, left_bar, right_bar, features_bar,
@@ -175,89 +307,25 @@ def chain_backward_kernel(
     prefixes_bar but A_L, suffixes_bar, connections_bar but G_L, left_bar = Ū_i = (P_i Ψ)‾ [n_L, n_i] above a row of b̄_i, and
     right_bar = (ψ S_t)‾; with FEATURES features_bar; with neither all of prefixes_bar and suffixes_bar.
     """
-    L: tl.constexpr = len(weights)
     item = tl.program_id(0)
-    backwards = False
     if SUFFIX:
-        backwards = item % 2 == 1
-        item = item // 2
-    items = batch * d
-    b, channel = item // d, item % d
-    PAIR = (N_0 + 1) * N_L * d
-    if FEATURES:
-        psi_bar += b.to(tl.int64) * (PAIRS * PAIR) + channel
-    if backwards:
-        for t in range(1, L - 1):
-            m = number(widths, t)
-            n = number(widths, t + 1)
-            S_bar = suffixes_bar + section_at(widths, t, items, item, N_L)
-            if MIX:
-                small = (L + t - 1) * PAIR + N_0 * N_L * d
-                S = suffixes + section_at(widths, t, items, item, N_L)
-                g_bar = right_bar + section_at(widths, t, items, item, 1)
-                gemm(
-                    psi + small + channel, d, 0, g_bar, 0, 1, S_bar, m, 1, N_L, m, 1,
-                    True, COMPUTE, PRECISION, 16, BLOCK_N, 16,
-                )  # fmt: skip
-                gemm(
-                    S, m, 1, g_bar, 1, 0, psi_bar + small, d, 0, N_L, 1, m,
-                    False, COMPUTE, PRECISION, 16, 16, BLOCK_K,
-                )  # fmt: skip
-            W = pick(weights, t) + item.to(tl.int64) * (n * m)
-            after_bar = suffixes_bar + section_at(widths, t + 1, items, item, N_L)
-            gemm(
-                S_bar, m, 1, W, 1, m, after_bar, n, 1, N_L, n, m,
-                True, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
+        if item % 2 == 1:
+            _suffix_backward(
+                weights, psi, suffixes, suffixes_bar, right_bar, psi_bar, widths, batch, d, item // 2,
+                N_0, N_L, MIX, PAIRS, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            _prefix_backward(
+                weights, psi, prefixes, connections, prefixes_bar, connections_bar, left_bar, features_bar,
+                psi_bar, first_weight_bar, biases_bar, widths, batch, d, item // 2,
+                N_0, N_L, FEATURES, MIX, FIRST_PAIR, TRACE_PAIR, PAIRS, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     else:
-        last = tl.full((), L, tl.int32)
-        A_L = prefixes + prefix_at(widths, last, items, item, N_0)
-        A_L_bar = prefixes_bar + prefix_at(widths, last, items, item, N_0)
-        if FEATURES:
-            _features_backward(
-                A_L, A_L_bar, psi, psi_bar, connections, connections_bar, features_bar, item, batch, d,
-                L, N_0, N_L, TRACE_PAIR, COMPUTE, PRECISION,
-            )  # fmt: skip
-            _connect_backward(
-                A_L, A_L_bar, psi, psi_bar, connections_bar, item, batch, d,
-                L, N_0, N_L, MIX, FIRST_PAIR, COMPUTE, PRECISION,
-            )  # fmt: skip
-        if MIX:
-            for i in range(2, L):
-                n = number(widths, i)
-                big = (L + i - 2) * PAIR
-                A = prefixes + prefix_at(widths, i, items, item, N_0)
-                A_bar = prefixes_bar + prefix_at(widths, i, items, item, N_0)
-                U_bar = left_bar + section_at(widths, i, items, item, N_L + 1)
-                gemm(
-                    psi + big + channel, N_L * d, d, U_bar, n, 1, A_bar, n, 1, N_0, n, N_L,
-                    True, COMPUTE, PRECISION, 16, BLOCK_N, 16,
-                )  # fmt: skip
-                copy(U_bar + N_L * n, 0, 1, A_bar + (N_0 + i - 1) * n, 0, 1, 1, n, True, COMPUTE, 1, BLOCK_N)
-                gemm(
-                    A, n, 1, U_bar, 1, n, psi_bar + big, N_L * d, d, N_0, N_L, n,
-                    False, COMPUTE, PRECISION, 16, 16, BLOCK_K,
-                )  # fmt: skip
-        for step in range(L):
-            i = L - step
-            n = number(widths, i)
-            A_bar = prefixes_bar + prefix_at(widths, i, items, item, N_0)
-            bias_bar = pick(biases_bar, i - 1)
-            row = A_bar + (N_0 + i - 1) * n
-            copy(row, 0, 1, bias_bar + item.to(tl.int64) * n, 0, 1, 1, n, False, bias_bar.dtype.element_ty, 1, BLOCK_N)
-            if i > 1:
-                m = number(widths, i - 1)
-                W = pick(weights, i - 1) + item.to(tl.int64) * (n * m)
-                before_bar = prefixes_bar + prefix_at(widths, i - 1, items, item, N_0)
-                gemm(
-                    A_bar, n, 1, W, m, 1, before_bar, m, 1, N_0 + i - 1, m, n,
-                    MIX or not FEATURES, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-        n = number(widths, 1)
-        A_bar = prefixes_bar + prefix_at(widths, 1, items, item, N_0)
-        W_bar = first_weight_bar + item.to(tl.int64) * (n * N_0)
-        copy(A_bar, n, 1, W_bar, 1, N_0, N_0, n, False, first_weight_bar.dtype.element_ty, BLOCK_C, BLOCK_N)
-
+        _prefix_backward(
+            weights, psi, prefixes, connections, prefixes_bar, connections_bar, left_bar, features_bar,
+            psi_bar, first_weight_bar, biases_bar, widths, batch, d, item,
+            N_0, N_L, FEATURES, MIX, FIRST_PAIR, TRACE_PAIR, PAIRS, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
 
 @triton.jit
 def _features_backward(
@@ -525,12 +593,49 @@ def weight_gradient_launch(
         "ACTIVATION": problem.activation,
         **problem.arithmetic,
         "BLOCK_D": config.d,
-        "BLOCK_E": config.e,
+        "BLOCK_E": config.e_step,
         "BLOCK_J": config.j,
         "BLOCK_K": config.k,
     }
     grid = (problem.batch * cdiv(problem.d, config.d) * tiles,)
-    return Launch(weight_gradient_kernel, grid, arguments, config.mix_warps)
+    return Launch(weight_gradient_kernel, grid, arguments, config.back_warps)
+
+
+def forward(
+    problem: Problem, config: Config, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Prefixes and suffixes, laid out as `tiles` says."""
+    prefixes, suffixes = (
+        weights[0].new_empty(size, dtype=problem.compute_dtype)
+        for size in (problem.prefix_size, problem.section_size(problem.n_L))
+    )
+    run([chain_launch(problem, config, weights, biases, None, prefixes, suffixes, None, None)])
+    return prefixes, suffixes
+
+
+def backward(
+    problem: Problem,
+    config: Config,
+    weights: Sequence[Tensor],
+    prefixes: Tensor,
+    suffixes: Tensor,
+    prefixes_bar: Tensor,
+    suffixes_bar: Tensor,
+) -> list[Tensor]:
+    """The gradients of weights and biases."""
+    factors, factors_bar = (prefixes, suffixes, None), (prefixes_bar.clone(), suffixes_bar.clone(), None)
+    weights_bar = [w.new_empty(w.shape) for w in weights]
+    biases_bar = [w.new_empty(w.shape[:3]) for w in weights]
+    run(
+        [
+            chain_backward_launch(
+                problem, config, weights, None, factors, factors_bar,
+                None, None, None, None, weights_bar[0], biases_bar,
+            ),
+            weight_gradient_launch(problem, config, None, None, None, factors, factors_bar, weights_bar),
+        ]
+    )  # fmt: skip
+    return [*weights_bar, *biases_bar]
 
 
 def _arithmetic(problem: Problem) -> dict[str, object]:

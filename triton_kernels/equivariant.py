@@ -157,6 +157,87 @@ def edge_coefficients(
 
 
 @triton.jit
+def mix_middle(
+    weights, matrices, psi, prefixes, suffixes, outputs, arguments, widths, batch, d, e, b, tile,
+    N_0: tl.constexpr, N_L: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr,
+    OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of the weights of a middle layer: BLOCK_E channels, BLOCK_J × BLOCK_K positions."""
+    e_blocks = tl.cdiv(e, BLOCK_E)
+    i = tl.full((), 2, tl.int32)
+    while tile >= e_blocks * tl.cdiv(number(widths, i), BLOCK_J) * tl.cdiv(number(widths, i - 1), BLOCK_K):
+        tile -= e_blocks * tl.cdiv(number(widths, i), BLOCK_J) * tl.cdiv(number(widths, i - 1), BLOCK_K)
+        i += 1
+    n = number(widths, i)
+    m = number(widths, i - 1)
+    k_blocks = tl.cdiv(m, BLOCK_K)
+    ee = tile % e_blocks * BLOCK_E + tl.arange(0, BLOCK_E)
+    j = tile // e_blocks // k_blocks * BLOCK_J + tl.arange(0, BLOCK_J)
+    k = tile // e_blocks % k_blocks * BLOCK_K + tl.arange(0, BLOCK_K)
+    matrix = pick(matrices, 2 * i - 2)
+    acc = tl.zeros((BLOCK_E, BLOCK_J * BLOCK_K), COMPUTE)
+    for d_0 in range(0, d, BLOCK_D):
+        dd = d_0 + tl.arange(0, BLOCK_D)
+        weight, product, outer = middle_tiles(
+            weights, psi, prefixes, suffixes, widths, batch, d, b, i, dd, j, k,
+            N_0, N_L, COMPUTE, BLOCK_D, BLOCK_Q, BLOCK_J, BLOCK_K,
+        )  # fmt: skip
+        phi = matrix + ee[:, None] * (3 * d) + dd[None, :]
+        inside = (ee < e)[:, None] & (dd < d)[None, :]
+        acc = dot(tl.load(phi, mask=inside, other=0.0), weight, acc, OPERAND, PRECISION)
+        acc = dot(tl.load(phi + d, mask=inside, other=0.0), product, acc, OPERAND, PRECISION)
+        acc = dot(tl.load(phi + 2 * d, mask=inside, other=0.0), outer, acc, OPERAND, PRECISION)
+    result = tl.reshape(acc, (BLOCK_E, BLOCK_J, BLOCK_K))
+    at = (b.to(tl.int64) * e + ee)[:, None, None] * (n * m) + (j[:, None] * m + k[None, :])[None, :, :]
+    inside_3 = (ee < e)[:, None, None] & (j < n)[None, :, None] & (k < m)[None, None, :]
+    out = pick(outputs, i - 1)
+    if KEEP:
+        tl.store(pick(arguments, i - 1) + at, result.to(out.dtype.element_ty), mask=inside_3)
+    tl.store(out + at, activated(result, ACTIVATION).to(out.dtype.element_ty), mask=inside_3)
+
+
+@triton.jit
+def mix_edge(
+    matrices, prefixes, suffixes, connections, outputs, arguments, widths, batch, d, e, b, tile,
+    N_0: tl.constexpr, N_L: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr,
+    OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_Z: tl.constexpr,
+):  # fmt: skip
+    """One tile of an edge: BLOCK_R rows, BLOCK_Y positions."""
+    L: tl.constexpr = len(widths) - 1
+    o = tl.full((), 0, tl.int32)
+    i, rows, positions, inner = edge(o, widths, e, L, N_0, N_L)
+    while tile >= tl.cdiv(rows, BLOCK_R) * tl.cdiv(positions, BLOCK_Y):
+        tile -= tl.cdiv(rows, BLOCK_R) * tl.cdiv(positions, BLOCK_Y)
+        o += 1
+        i, rows, positions, inner = edge(o, widths, e, L, N_0, N_L)
+    r_blocks = tl.cdiv(rows, BLOCK_R)
+    r = tile % r_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+    y = tile // r_blocks * BLOCK_Y + tl.arange(0, BLOCK_Y)
+    matrix = pick(matrices, tl.where(o == 0, 0, tl.where(o == L, 2 * L - 2, 2 * o - 1)))
+    sums = tl.zeros((BLOCK_R, BLOCK_Y), COMPUTE)
+    for d_0 in range(0, d, BLOCK_D):
+        dd = d_0 + tl.arange(0, BLOCK_D)
+        X, first, Z, slots, Y_at, T_at = edge_layer(
+            prefixes, suffixes, connections, widths, batch, d, b, i, dd, L, N_0, N_L
+        )
+        for x in range(X):
+            C = edge_coefficients(
+                matrix, connections + T_at, r, rows, x, X, first, Z, slots, dd, d, COMPUTE, BLOCK_Z
+            )  # fmt: skip
+            Y = load_rows(prefixes, suffixes, Y_at + x * positions, y, (dd < d), positions, i == L)
+            sums = dot(C, Y, sums, OPERAND, PRECISION)
+    at = edge_output_at(b, r, y, rows, positions, inner)
+    inside_2 = (r < rows)[:, None] & (y < positions)[None, :]
+    index = tl.where(o == 0, 0, tl.where(o == L, L - 1, L + o - 1))
+    out = pick(outputs, index)
+    if KEEP:
+        tl.store(pick(arguments, index) + at, sums.to(out.dtype.element_ty), mask=inside_2)
+    tl.store(out + at, activated(sums, ACTIVATION).to(out.dtype.element_ty), mask=inside_2)
+
+
+@triton.jit
 def mix_kernel(
     weights, matrices, psi, prefixes, suffixes, connections, outputs, arguments, widths, batch, d, e,
     N_0: tl.constexpr, N_L: tl.constexpr, ACTIVATION: tl.constexpr, KEEP: tl.constexpr,
@@ -171,74 +252,21 @@ def mix_kernel(
     for layer in tl.static_range(2, L):
         middle += e_blocks * tl.cdiv(widths[layer], BLOCK_J) * tl.cdiv(widths[layer - 1], BLOCK_K)
     total = middle
-    for o in tl.static_range(L + 1):
-        _, rows, positions, _ = edge(tl.full((), o, tl.int32), widths, e, L, N_0, N_L)
+    for k in tl.static_range(L + 1):
+        _, rows, positions, _ = edge(tl.full((), k, tl.int32), widths, e, L, N_0, N_L)
         total += tl.cdiv(rows, BLOCK_R) * tl.cdiv(positions, BLOCK_Y)
     b = batch - 1 - tl.program_id(0) // total
     tile = tl.program_id(0) % total
     if tile < middle:
-        i = tl.full((), 2, tl.int32)
-        while tile >= e_blocks * tl.cdiv(number(widths, i), BLOCK_J) * tl.cdiv(number(widths, i - 1), BLOCK_K):
-            tile -= e_blocks * tl.cdiv(number(widths, i), BLOCK_J) * tl.cdiv(number(widths, i - 1), BLOCK_K)
-            i += 1
-        n = number(widths, i)
-        m = number(widths, i - 1)
-        k_blocks = tl.cdiv(m, BLOCK_K)
-        ee = tile % e_blocks * BLOCK_E + tl.arange(0, BLOCK_E)
-        j = tile // e_blocks // k_blocks * BLOCK_J + tl.arange(0, BLOCK_J)
-        k = tile // e_blocks % k_blocks * BLOCK_K + tl.arange(0, BLOCK_K)
-        matrix = pick(matrices, 2 * i - 2)
-        acc = tl.zeros((BLOCK_E, BLOCK_J * BLOCK_K), COMPUTE)
-        for d_0 in range(0, d, BLOCK_D):
-            dd = d_0 + tl.arange(0, BLOCK_D)
-            weight, product, outer = middle_tiles(
-                weights, psi, prefixes, suffixes, widths, batch, d, b, i, dd, j, k,
-                N_0, N_L, COMPUTE, BLOCK_D, BLOCK_Q, BLOCK_J, BLOCK_K,
-            )  # fmt: skip
-            phi = matrix + ee[:, None] * (3 * d) + dd[None, :]
-            inside = (ee < e)[:, None] & (dd < d)[None, :]
-            acc = dot(tl.load(phi, mask=inside, other=0.0), weight, acc, OPERAND, PRECISION)
-            acc = dot(tl.load(phi + d, mask=inside, other=0.0), product, acc, OPERAND, PRECISION)
-            acc = dot(tl.load(phi + 2 * d, mask=inside, other=0.0), outer, acc, OPERAND, PRECISION)
-        result = tl.reshape(acc, (BLOCK_E, BLOCK_J, BLOCK_K))
-        at = (b.to(tl.int64) * e + ee)[:, None, None] * (n * m) + (j[:, None] * m + k[None, :])[None, :, :]
-        inside_3 = (ee < e)[:, None, None] & (j < n)[None, :, None] & (k < m)[None, None, :]
-        out = pick(outputs, i - 1)
-        if KEEP:
-            tl.store(pick(arguments, i - 1) + at, result.to(out.dtype.element_ty), mask=inside_3)
-        tl.store(out + at, activated(result, ACTIVATION).to(out.dtype.element_ty), mask=inside_3)
+        mix_middle(
+            weights, matrices, psi, prefixes, suffixes, outputs, arguments, widths, batch, d, e, b, tile,
+            N_0, N_L, ACTIVATION, KEEP, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_E, BLOCK_Q, BLOCK_J, BLOCK_K,
+        )  # fmt: skip
     else:
-        tile -= middle
-        o = tl.full((), 0, tl.int32)
-        i, rows, positions, inner = edge(o, widths, e, L, N_0, N_L)
-        while tile >= tl.cdiv(rows, BLOCK_R) * tl.cdiv(positions, BLOCK_Y):
-            tile -= tl.cdiv(rows, BLOCK_R) * tl.cdiv(positions, BLOCK_Y)
-            o += 1
-            i, rows, positions, inner = edge(o, widths, e, L, N_0, N_L)
-        r_blocks = tl.cdiv(rows, BLOCK_R)
-        r = tile % r_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
-        y = tile // r_blocks * BLOCK_Y + tl.arange(0, BLOCK_Y)
-        matrix = pick(matrices, tl.where(o == 0, 0, tl.where(o == L, 2 * L - 2, 2 * o - 1)))
-        sums = tl.zeros((BLOCK_R, BLOCK_Y), COMPUTE)
-        for d_0 in range(0, d, BLOCK_D):
-            dd = d_0 + tl.arange(0, BLOCK_D)
-            X, first, Z, slots, Y_at, T_at = edge_layer(
-                prefixes, suffixes, connections, widths, batch, d, b, i, dd, L, N_0, N_L
-            )
-            for x in range(X):
-                C = edge_coefficients(
-                    matrix, connections + T_at, r, rows, x, X, first, Z, slots, dd, d, COMPUTE, BLOCK_Z
-                )  # fmt: skip
-                Y = load_rows(prefixes, suffixes, Y_at + x * positions, y, (dd < d), positions, i == L)
-                sums = dot(C, Y, sums, OPERAND, PRECISION)
-        at = edge_output_at(b, r, y, rows, positions, inner)
-        inside_2 = (r < rows)[:, None] & (y < positions)[None, :]
-        index = tl.where(o == 0, 0, tl.where(o == L, L - 1, L + o - 1))
-        out = pick(outputs, index)
-        if KEEP:
-            tl.store(pick(arguments, index) + at, sums.to(out.dtype.element_ty), mask=inside_2)
-        tl.store(out + at, activated(sums, ACTIVATION).to(out.dtype.element_ty), mask=inside_2)
-
+        mix_edge(
+            matrices, prefixes, suffixes, connections, outputs, arguments, widths, batch, d, e, b, tile - middle,
+            N_0, N_L, ACTIVATION, KEEP, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_R, BLOCK_Y, BLOCK_Z,
+        )  # fmt: skip
 
 @triton.jit
 def load_rows(prefixes, suffixes, at, y, channel_inside, positions, is_last):
@@ -291,6 +319,194 @@ def add_to(at, x, mask, step):
 
 
 @triton.jit
+def rows_backward(
+    matrix, grad, values, psi, suffixes, left_bar, widths, batch, d, e, b, i, dd, own,
+    N_0: tl.constexpr, N_L: tl.constexpr, ACTIVATION: tl.constexpr,
+    OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_SHORT: tl.constexpr, BLOCK_LONG: tl.constexpr,
+):  # fmt: skip
+    """Ū_i and, in a row below, b̄_i for BLOCK_SHORT rows j."""
+    L: tl.constexpr = len(widths) - 1
+    n = number(widths, i)
+    m = number(widths, i - 1)
+    items = batch * d
+    item = b * d + dd
+    pair = psi + (L + i - 2) * ((N_0 + 1) * N_L * d)
+    S_at = section_at(widths, i - 1, items, item, N_L)
+    j = own * BLOCK_SHORT + tl.arange(0, BLOCK_SHORT)
+    inside_j = (dd < d)[:, None] & (j < n)[None, :]
+    U_bar = left_bar + section_at(widths, i, items, item, N_L + 1)[:, None] + j[None, :]
+    for k_0 in range(0, m, BLOCK_LONG):
+        k = k_0 + tl.arange(0, BLOCK_LONG)
+        product_bar, outer_bar = middle_gradients(
+            matrix, grad, values, b, d, e, n, m, dd, j, k,
+            ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_E, BLOCK_SHORT, BLOCK_LONG,
+        )  # fmt: skip
+        g = tl.zeros((BLOCK_D, BLOCK_LONG), COMPUTE)
+        for p in range(N_L):
+            S = tl.load(
+                suffixes + S_at[:, None] + p * m + k[None, :],
+                mask=(dd < d)[:, None] & (k < m)[None, :],
+                other=0.0,
+            )
+            small = tl.load(pair + (N_0 * N_L + p) * d + dd, mask=dd < d, other=0.0).to(COMPUTE)
+            g += small[:, None] * S
+            add_to(U_bar + p * n, tl.sum(product_bar * S[:, None, :], axis=2), inside_j, k_0)
+        add_to(U_bar + N_L * n, tl.sum(outer_bar * g[:, None, :], axis=2), inside_j, k_0)
+
+
+@triton.jit
+def columns_backward(
+    matrix, grad, values, psi, prefixes, suffixes_bar, right_bar, widths, batch, d, e, b, i, dd, own,
+    N_0: tl.constexpr, N_L: tl.constexpr, ACTIVATION: tl.constexpr,
+    OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_SHORT: tl.constexpr, BLOCK_LONG: tl.constexpr,
+):  # fmt: skip
+    """S̄_(i-1) and (ψ S_(i-1))‾ for BLOCK_SHORT columns k."""
+    L: tl.constexpr = len(widths) - 1
+    n = number(widths, i)
+    m = number(widths, i - 1)
+    items = batch * d
+    item = b * d + dd
+    pair = psi + (L + i - 2) * ((N_0 + 1) * N_L * d)
+    S_at = section_at(widths, i - 1, items, item, N_L)
+    k = own * BLOCK_SHORT + tl.arange(0, BLOCK_SHORT)
+    inside_k = (dd < d)[:, None] & (k < m)[None, :]
+    S_bar = suffixes_bar + S_at[:, None] + k[None, :]
+    g_bar = right_bar + section_at(widths, i - 1, items, item, 1)[:, None] + k[None, :]
+    left = prefixes + prefix_at(widths, i, items, item, N_0)
+    q = tl.arange(0, BLOCK_Q)
+    for j_0 in range(0, n, BLOCK_LONG):
+        j = j_0 + tl.arange(0, BLOCK_LONG)
+        product_bar, outer_bar = middle_gradients(
+            matrix, grad, values, b, d, e, n, m, dd, j, k,
+            ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_E, BLOCK_LONG, BLOCK_SHORT,
+        )  # fmt: skip
+        P = tl.load(
+            left[None, :, None] + q[:, None, None] * n + j[None, None, :],
+            mask=(q < N_0)[:, None, None] & (dd < d)[None, :, None] & (j < n)[None, None, :],
+            other=0.0,
+        )
+        bias = tl.load(
+            left[:, None] + (N_0 + i - 1) * n + j[None, :], mask=(dd < d)[:, None] & (j < n)[None, :], other=0.0
+        )
+        for p in range(N_L):
+            U = left_factor(P, pair, p, q, dd, d, N_0, N_L, COMPUTE)
+            add_to(S_bar + p * m, tl.sum(product_bar * U[:, :, None], axis=1), inside_k, j_0)
+        add_to(g_bar, tl.sum(outer_bar * bias[:, :, None], axis=1), inside_k, j_0)
+
+
+@triton.jit
+def middle_backward(
+    matrices, psi, prefixes, suffixes, grads, kept, suffixes_bar, left_bar, right_bar, widths, batch, d, e, b, tile,
+    N_0: tl.constexpr, N_L: tl.constexpr, ACTIVATION: tl.constexpr,
+    OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_SHORT: tl.constexpr, BLOCK_LONG: tl.constexpr,
+):  # fmt: skip
+    """The program of some rows or some columns of a middle layer, and of BLOCK_D channels."""
+    d_blocks = tl.cdiv(d, BLOCK_D)
+    i = tl.full((), 2, tl.int32)
+    while tile >= d_blocks * (tl.cdiv(number(widths, i), BLOCK_SHORT) + tl.cdiv(number(widths, i - 1), BLOCK_SHORT)):
+        tile -= d_blocks * (tl.cdiv(number(widths, i), BLOCK_SHORT) + tl.cdiv(number(widths, i - 1), BLOCK_SHORT))
+        i += 1
+    matrix, grad, values = pick(matrices, 2 * i - 2), pick(grads, i - 1), pick(kept, i - 1)
+    dd = tile % d_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    own = tile // d_blocks
+    own_rows = tl.cdiv(number(widths, i), BLOCK_SHORT)
+    if own < own_rows:
+        rows_backward(
+            matrix, grad, values, psi, suffixes, left_bar, widths, batch, d, e, b, i, dd, own,
+            N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_E, BLOCK_SHORT, BLOCK_LONG,
+        )  # fmt: skip
+    else:
+        columns_backward(
+            matrix, grad, values, psi, prefixes, suffixes_bar, right_bar, widths, batch, d, e, b, i, dd, own - own_rows,
+            N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_E, BLOCK_Q, BLOCK_SHORT, BLOCK_LONG,
+        )  # fmt: skip
+
+
+@triton.jit
+def edge_backward(
+    matrices, prefixes, suffixes, connections, grads, kept, prefixes_bar, suffixes_bar, connections_bar,
+    widths, batch, d, e, b, tile,
+    N_0: tl.constexpr, N_L: tl.constexpr, ACTIVATION: tl.constexpr,
+    OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_Z: tl.constexpr,
+):  # fmt: skip
+    """Ȳ and T̄ of a row x of a layer's edges, and of BLOCK_D channels."""
+    L: tl.constexpr = len(widths) - 1
+    d_blocks = tl.cdiv(d, BLOCK_D)
+    dd = tile % d_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    x = tile // d_blocks
+    i = tl.full((), 1, tl.int32)
+    while (i < L) & (x >= N_0 + i):
+        x -= N_0 + i
+        i += 1
+    X, first, Z, slots, Y_at, T_at = edge_layer(
+        prefixes, suffixes, connections, widths, batch, d, b, i, dd, L, N_0, N_L
+    )
+    first_edge = tl.where(i == 1, 0, i)
+    positions = number(widths, tl.minimum(i, L - 1))
+    Y_at += x * positions
+    bar_base = prefixes_bar
+    if i == L:
+        bar_base = suffixes_bar
+    for y_0 in range(0, positions, BLOCK_Y):
+        y = y_0 + tl.arange(0, BLOCK_Y)
+        Y_bar = tl.zeros((BLOCK_D, BLOCK_Y), COMPUTE)
+        for o in range(first_edge, i + 1):
+            _, rows, _, inner = edge(o, widths, e, L, N_0, N_L)
+            matrix = pick(matrices, tl.where(o == 0, 0, tl.where(o == L, 2 * L - 2, 2 * o - 1)))
+            index = tl.where(o == 0, 0, tl.where(o == L, L - 1, L + o - 1))
+            for r_0 in range(0, rows, BLOCK_R):
+                r = r_0 + tl.arange(0, BLOCK_R)
+                C = edge_coefficients(
+                    matrix, connections + T_at, r, rows, x, X, first, Z, slots, dd, d, COMPUTE, BLOCK_Z
+                )  # fmt: skip
+                bar = load_gradient(
+                    pick(grads, index), pick(kept, index), edge_output_at(b, r, y, rows, positions, inner),
+                    (r < rows)[:, None] & (y < positions)[None, :], COMPUTE, ACTIVATION,
+                )  # fmt: skip
+                Y_bar = dot(tl.trans(C), bar, Y_bar, OPERAND, PRECISION)
+        tl.store(
+            bar_base + Y_at[:, None] + y[None, :], Y_bar, mask=(dd < d)[:, None] & (y < positions)[None, :]
+        )  # fmt: skip
+    start = tl.where(x < first, first, 2 * first)
+    for z_0 in range(0, tl.where((x < first) | (x == X - 1), Z, 0), BLOCK_Z):
+        z = z_0 + tl.arange(0, BLOCK_Z)
+        T_bar = tl.zeros((BLOCK_Z, BLOCK_D), COMPUTE)
+        for o in range(first_edge, i + 1):
+            _, rows, _, inner = edge(o, widths, e, L, N_0, N_L)
+            matrix = pick(matrices, tl.where(o == 0, 0, tl.where(o == L, 2 * L - 2, 2 * o - 1)))
+            index = tl.where(o == 0, 0, tl.where(o == L, L - 1, L + o - 1))
+            for r_0 in range(0, rows, BLOCK_R):
+                r = r_0 + tl.arange(0, BLOCK_R)
+                C_bar = tl.zeros((BLOCK_R, BLOCK_D), COMPUTE)
+                for y_0 in range(0, positions, BLOCK_Y):
+                    y = y_0 + tl.arange(0, BLOCK_Y)
+                    bar = load_gradient(
+                        pick(grads, index), pick(kept, index), edge_output_at(b, r, y, rows, positions, inner),
+                        (r < rows)[:, None] & (y < positions)[None, :], COMPUTE, ACTIVATION,
+                    )  # fmt: skip
+                    Y = load_rows(prefixes, suffixes, Y_at, y, (dd < d), positions, i == L)
+                    C_bar = dot(bar, tl.trans(Y), C_bar, OPERAND, PRECISION)
+                phi = tl.load(
+                    matrix + r.to(tl.int64)[:, None, None] * (slots * d)
+                    + (start + z)[None, :, None] * d + dd[None, None, :],
+                    mask=(r < rows)[:, None, None] & (z < Z)[None, :, None] & (dd < d)[None, None, :],
+                    other=0.0,
+                ).to(COMPUTE)  # fmt: skip
+                T_bar += tl.sum(phi * C_bar[:, None, :], axis=0)
+        tl.store(
+            connections_bar + T_at + (tl.minimum(x, first) * Z + z)[:, None] * d + dd[None, :],
+            T_bar,
+            mask=(z < Z)[:, None] & (dd < d)[None, :],
+        )
+
+
+@triton.jit
 def mix_backward_kernel(
     matrices, psi, prefixes, suffixes, connections, grads, kept,
     prefixes_bar, suffixes_bar, connections_bar, left_bar, right_bar, widths, batch, d, e,
@@ -317,137 +533,128 @@ def mix_backward_kernel(
     total = middle + d_blocks * (N_L + (L - 1) * N_0 + L * (L - 1) // 2)
     b = batch - 1 - tl.program_id(0) // total
     tile = tl.program_id(0) % total
-    items = batch * d
     if tile < middle:
-        i = tl.full((), 2, tl.int32)
-        while tile >= d_blocks * (tl.cdiv(number(widths, i), BLOCK_SHORT) + tl.cdiv(number(widths, i - 1), BLOCK_SHORT)):
-            tile -= d_blocks * (tl.cdiv(number(widths, i), BLOCK_SHORT) + tl.cdiv(number(widths, i - 1), BLOCK_SHORT))
-            i += 1
-        n = number(widths, i)
-        m = number(widths, i - 1)
-        matrix, grad, values = pick(matrices, 2 * i - 2), pick(grads, i - 1), pick(kept, i - 1)
-        dd = tile % d_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-        item = b * d + dd
-        own = tile // d_blocks
-        own_rows = tl.cdiv(n, BLOCK_SHORT)
-        short = tl.arange(0, BLOCK_SHORT)
-        long = tl.arange(0, BLOCK_LONG)
-        pair = psi + (L + i - 2) * ((N_0 + 1) * N_L * d)
-        S_at = section_at(widths, i - 1, items, item, N_L)
-        if own < own_rows:
-            j = own * BLOCK_SHORT + short
-            inside_j = (dd < d)[:, None] & (j < n)[None, :]
-            U_bar = left_bar + section_at(widths, i, items, item, N_L + 1)[:, None] + j[None, :]
-            for k_0 in range(0, m, BLOCK_LONG):
-                k = k_0 + long
-                product_bar, outer_bar = middle_gradients(
-                    matrix, grad, values, b, d, e, n, m, dd, j, k,
-                    ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_E, BLOCK_SHORT, BLOCK_LONG,
-                )  # fmt: skip
-                g = tl.zeros((BLOCK_D, BLOCK_LONG), COMPUTE)
-                for p in range(N_L):
-                    S = tl.load(
-                        suffixes + S_at[:, None] + p * m + k[None, :],
-                        mask=(dd < d)[:, None] & (k < m)[None, :],
-                        other=0.0,
-                    )
-                    small = tl.load(pair + (N_0 * N_L + p) * d + dd, mask=dd < d, other=0.0).to(COMPUTE)
-                    g += small[:, None] * S
-                    add_to(U_bar + p * n, tl.sum(product_bar * S[:, None, :], axis=2), inside_j, k_0)
-                add_to(U_bar + N_L * n, tl.sum(outer_bar * g[:, None, :], axis=2), inside_j, k_0)
-        else:
-            k = (own - own_rows) * BLOCK_SHORT + short
-            inside_k = (dd < d)[:, None] & (k < m)[None, :]
-            S_bar = suffixes_bar + S_at[:, None] + k[None, :]
-            g_bar = right_bar + section_at(widths, i - 1, items, item, 1)[:, None] + k[None, :]
-            left = prefixes + prefix_at(widths, i, items, item, N_0)
-            q = tl.arange(0, BLOCK_Q)
-            for j_0 in range(0, n, BLOCK_LONG):
-                j = j_0 + long
-                product_bar, outer_bar = middle_gradients(
-                    matrix, grad, values, b, d, e, n, m, dd, j, k,
-                    ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_E, BLOCK_LONG, BLOCK_SHORT,
-                )  # fmt: skip
-                P = tl.load(
-                    left[None, :, None] + q[:, None, None] * n + j[None, None, :],
-                    mask=(q < N_0)[:, None, None] & (dd < d)[None, :, None] & (j < n)[None, None, :],
-                    other=0.0,
-                )
-                bias = tl.load(
-                    left[:, None] + (N_0 + i - 1) * n + j[None, :], mask=(dd < d)[:, None] & (j < n)[None, :], other=0.0
-                )
-                for p in range(N_L):
-                    U = left_factor(P, pair, p, q, dd, d, N_0, N_L, COMPUTE)
-                    add_to(S_bar + p * m, tl.sum(product_bar * U[:, :, None], axis=1), inside_k, j_0)
-                add_to(g_bar, tl.sum(outer_bar * bias[:, :, None], axis=1), inside_k, j_0)
+        middle_backward(
+            matrices, psi, prefixes, suffixes, grads, kept, suffixes_bar, left_bar, right_bar, widths, batch, d, e, b, tile,
+            N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_E, BLOCK_Q, BLOCK_SHORT, BLOCK_LONG,
+        )  # fmt: skip
     else:
-        tile -= middle
-        dd = tile % d_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-        x = tile // d_blocks
-        i = tl.full((), 1, tl.int32)
-        while (i < L) & (x >= N_0 + i):
-            x -= N_0 + i
-            i += 1
-        X, first, Z, slots, Y_at, T_at = edge_layer(
+        edge_backward(
+            matrices, prefixes, suffixes, connections, grads, kept, prefixes_bar, suffixes_bar, connections_bar,
+            widths, batch, d, e, b, tile - middle,
+            N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_R, BLOCK_Y, BLOCK_Z,
+        )  # fmt: skip
+
+@triton.jit
+def middle_parameters(
+    weights, psi, prefixes, suffixes, grads, kept, partials, sizes, splits, widths, batch, d, e, tile,
+    N_0: tl.constexpr, N_L: tl.constexpr, ACTIVATION: tl.constexpr,
+    OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A share of Φ̄ of a middle layer, for BLOCK_E rows and BLOCK_D channels of each of its three terms."""
+    d_blocks = tl.cdiv(d, BLOCK_D)
+    e_blocks = tl.cdiv(e, BLOCK_E)
+    i = tl.full((), 2, tl.int32)
+    while tile >= number(splits, 2 * i - 2) * e_blocks * d_blocks:
+        tile -= number(splits, 2 * i - 2) * e_blocks * d_blocks
+        i += 1
+    n = number(widths, i)
+    m = number(widths, i - 1)
+    j_blocks = tl.cdiv(n, BLOCK_J)
+    k_blocks = tl.cdiv(m, BLOCK_K)
+    count = number(splits, 2 * i - 2)
+    split = tile // (e_blocks * d_blocks)
+    ee = tile % e_blocks * BLOCK_E + tl.arange(0, BLOCK_E)
+    dd = tile // e_blocks % d_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    grad, values = pick(grads, i - 1), pick(kept, i - 1)
+    weight_bar = tl.zeros((BLOCK_E, BLOCK_D), COMPUTE)
+    product_bar = tl.zeros((BLOCK_E, BLOCK_D), COMPUTE)
+    outer_bar = tl.zeros((BLOCK_E, BLOCK_D), COMPUTE)
+    everything = batch.to(tl.int64) * (j_blocks * k_blocks)
+    for step in range(everything * split // count, everything * (split + 1) // count):
+        b = (step // (j_blocks * k_blocks)).to(tl.int32)
+        place = (step % (j_blocks * k_blocks)).to(tl.int32)
+        j = place // k_blocks * BLOCK_J + tl.arange(0, BLOCK_J)
+        k = place % k_blocks * BLOCK_K + tl.arange(0, BLOCK_K)
+        weight, product, outer = middle_tiles(
+            weights, psi, prefixes, suffixes, widths, batch, d, b, i, dd, j, k,
+            N_0, N_L, COMPUTE, BLOCK_D, BLOCK_Q, BLOCK_J, BLOCK_K,
+        )  # fmt: skip
+        at = (b.to(tl.int64) * e + ee)[:, None, None] * (n * m) + (j[:, None] * m + k[None, :])[None, :, :]
+        inside = (ee < e)[:, None, None] & (j < n)[None, :, None] & (k < m)[None, None, :]
+        bar = tl.reshape(
+            load_gradient(grad, values, at, inside, COMPUTE, ACTIVATION), (BLOCK_E, BLOCK_J * BLOCK_K)
+        )  # fmt: skip
+        weight_bar = dot(bar, tl.trans(weight), weight_bar, OPERAND, PRECISION)
+        product_bar = dot(bar, tl.trans(product), product_bar, OPERAND, PRECISION)
+        outer_bar = dot(bar, tl.trans(outer), outer_bar, OPERAND, PRECISION)
+    to = partials + partial_at(2 * i - 2, split, sizes, splits) + ee[:, None] * (3 * d) + dd[None, :]
+    inside_2 = (ee < e)[:, None] & (dd < d)[None, :]
+    tl.store(to, weight_bar, mask=inside_2)
+    tl.store(to + d, product_bar, mask=inside_2)
+    tl.store(to + 2 * d, outer_bar, mask=inside_2)
+
+
+@triton.jit
+def edge_parameters(
+    prefixes, suffixes, connections, grads, kept, partials, sizes, splits, widths, batch, d, e, tile,
+    N_0: tl.constexpr, N_L: tl.constexpr, ACTIVATION: tl.constexpr,
+    OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Y: tl.constexpr,
+):  # fmt: skip
+    """A share of Φ̄ of an edge, for BLOCK_R rows and BLOCK_D columns of one slot."""
+    L: tl.constexpr = len(widths) - 1
+    d_blocks = tl.cdiv(d, BLOCK_D)
+    o = tl.full((), 0, tl.int32)
+    i, rows, positions, inner = edge(o, widths, e, L, N_0, N_L)
+    index = tl.full((), 0, tl.int32)
+    slots = tl.full((), 3 * N_0 + 1, tl.int32)
+    while tile >= number(splits, index) * tl.cdiv(rows, BLOCK_R) * slots * d_blocks:
+        tile -= number(splits, index) * tl.cdiv(rows, BLOCK_R) * slots * d_blocks
+        o += 1
+        i, rows, positions, inner = edge(o, widths, e, L, N_0, N_L)
+        index = tl.where(o == L, 2 * L - 2, 2 * o - 1)
+        slots = tl.where(o == L, 3 * N_L, 3 * N_0 + i)
+    r_blocks = tl.cdiv(rows, BLOCK_R)
+    count = number(splits, index)
+    dd = tile % d_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    slot = tile // d_blocks % slots
+    r = tile // (d_blocks * slots) % r_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+    split = tile // (d_blocks * slots * r_blocks)
+    is_last = o == L
+    first = tl.where(is_last, N_L, N_0)
+    X = tl.where(is_last, N_L, N_0 + i)
+    # Which rows of Y a block of columns meets, and with which weights: one row as it is, or several through T.
+    through_T = (slot >= first) & (slot < 3 * first)
+    is_bias = through_T & (slot >= 2 * first) & (o < L)
+    z = tl.where(is_bias, slot - 2 * first, tl.where(through_T, slot - first, 0))
+    x_first = tl.where(slot < first, slot, tl.where(is_bias, X - 1, tl.where(through_T, 0, slot - 2 * first)))
+    x_end = tl.where(through_T & (is_bias == 0), first, x_first + 1)
+    out_index = tl.where(o == 0, 0, tl.where(is_last, L - 1, L + o - 1))
+    grad, values = pick(grads, out_index), pick(kept, out_index)
+    y_blocks = tl.cdiv(positions, BLOCK_Y)
+    matrix_bar = tl.zeros((BLOCK_R, BLOCK_D), COMPUTE)
+    everything = batch.to(tl.int64) * y_blocks
+    for step in range(everything * split // count, everything * (split + 1) // count):
+        b = (step // y_blocks).to(tl.int32)
+        y = (step % y_blocks).to(tl.int32) * BLOCK_Y + tl.arange(0, BLOCK_Y)
+        _, _, Z, _, Y_at, T_at = edge_layer(
             prefixes, suffixes, connections, widths, batch, d, b, i, dd, L, N_0, N_L
         )
-        first_edge = tl.where(i == 1, 0, i)
-        positions = number(widths, tl.minimum(i, L - 1))
-        Y_at += x * positions
-        bar_base = prefixes_bar
-        if i == L:
-            bar_base = suffixes_bar
-        for y_0 in range(0, positions, BLOCK_Y):
-            y = y_0 + tl.arange(0, BLOCK_Y)
-            Y_bar = tl.zeros((BLOCK_D, BLOCK_Y), COMPUTE)
-            for o in range(first_edge, i + 1):
-                _, rows, _, inner = edge(o, widths, e, L, N_0, N_L)
-                matrix = pick(matrices, tl.where(o == 0, 0, tl.where(o == L, 2 * L - 2, 2 * o - 1)))
-                index = tl.where(o == 0, 0, tl.where(o == L, L - 1, L + o - 1))
-                for r_0 in range(0, rows, BLOCK_R):
-                    r = r_0 + tl.arange(0, BLOCK_R)
-                    C = edge_coefficients(
-                        matrix, connections + T_at, r, rows, x, X, first, Z, slots, dd, d, COMPUTE, BLOCK_Z
-                    )  # fmt: skip
-                    bar = load_gradient(
-                        pick(grads, index), pick(kept, index), edge_output_at(b, r, y, rows, positions, inner),
-                        (r < rows)[:, None] & (y < positions)[None, :], COMPUTE, ACTIVATION,
-                    )  # fmt: skip
-                    Y_bar = dot(tl.trans(C), bar, Y_bar, OPERAND, PRECISION)
-            tl.store(
-                bar_base + Y_at[:, None] + y[None, :], Y_bar, mask=(dd < d)[:, None] & (y < positions)[None, :]
-            )  # fmt: skip
-        start = tl.where(x < first, first, 2 * first)
-        for z_0 in range(0, tl.where((x < first) | (x == X - 1), Z, 0), BLOCK_Z):
-            z = z_0 + tl.arange(0, BLOCK_Z)
-            T_bar = tl.zeros((BLOCK_Z, BLOCK_D), COMPUTE)
-            for o in range(first_edge, i + 1):
-                _, rows, _, inner = edge(o, widths, e, L, N_0, N_L)
-                matrix = pick(matrices, tl.where(o == 0, 0, tl.where(o == L, 2 * L - 2, 2 * o - 1)))
-                index = tl.where(o == 0, 0, tl.where(o == L, L - 1, L + o - 1))
-                for r_0 in range(0, rows, BLOCK_R):
-                    r = r_0 + tl.arange(0, BLOCK_R)
-                    C_bar = tl.zeros((BLOCK_R, BLOCK_D), COMPUTE)
-                    for y_0 in range(0, positions, BLOCK_Y):
-                        y = y_0 + tl.arange(0, BLOCK_Y)
-                        bar = load_gradient(
-                            pick(grads, index), pick(kept, index), edge_output_at(b, r, y, rows, positions, inner),
-                            (r < rows)[:, None] & (y < positions)[None, :], COMPUTE, ACTIVATION,
-                        )  # fmt: skip
-                        Y = load_rows(prefixes, suffixes, Y_at, y, (dd < d), positions, i == L)
-                        C_bar = dot(bar, tl.trans(Y), C_bar, OPERAND, PRECISION)
-                    phi = tl.load(
-                        matrix + r.to(tl.int64)[:, None, None] * (slots * d)
-                        + (start + z)[None, :, None] * d + dd[None, None, :],
-                        mask=(r < rows)[:, None, None] & (z < Z)[None, :, None] & (dd < d)[None, None, :],
-                        other=0.0,
-                    ).to(COMPUTE)  # fmt: skip
-                    T_bar += tl.sum(phi * C_bar[:, None, :], axis=0)
-            tl.store(
-                connections_bar + T_at + (tl.minimum(x, first) * Z + z)[:, None] * d + dd[None, :],
-                T_bar,
-                mask=(z < Z)[:, None] & (dd < d)[None, :],
-            )
+        data = tl.zeros((BLOCK_D, BLOCK_Y), COMPUTE)
+        for x in range(x_first, x_end):
+            Y = load_rows(prefixes, suffixes, Y_at + x * positions, y, (dd < d), positions, is_last)
+            T = tl.load(connections + T_at + (tl.minimum(x, first) * Z + z) * d + dd, mask=dd < d, other=0.0)
+            data += tl.where(through_T, T, 1.0)[:, None] * Y
+        bar = load_gradient(
+            grad, values, edge_output_at(b, r, y, rows, positions, inner),
+            (r < rows)[:, None] & (y < positions)[None, :], COMPUTE, ACTIVATION,
+        )  # fmt: skip
+        matrix_bar = dot(bar, tl.trans(data), matrix_bar, OPERAND, PRECISION)
+    to = partials + partial_at(index, split, sizes, splits)
+    to += r.to(tl.int64)[:, None] * (slots * d) + slot * d + dd[None, :]
+    tl.store(to, matrix_bar, mask=(r < rows)[:, None] & (dd < d)[None, :])
 
 
 @triton.jit
@@ -471,97 +678,15 @@ def parameter_gradient_kernel(
     for layer in tl.static_range(2, L):
         middle += splits[2 * layer - 2] * e_blocks * d_blocks
     if tile < middle:
-        i = tl.full((), 2, tl.int32)
-        while tile >= number(splits, 2 * i - 2) * e_blocks * d_blocks:
-            tile -= number(splits, 2 * i - 2) * e_blocks * d_blocks
-            i += 1
-        n = number(widths, i)
-        m = number(widths, i - 1)
-        j_blocks = tl.cdiv(n, BLOCK_J)
-        k_blocks = tl.cdiv(m, BLOCK_K)
-        count = number(splits, 2 * i - 2)
-        split = tile // (e_blocks * d_blocks)
-        ee = tile % e_blocks * BLOCK_E + tl.arange(0, BLOCK_E)
-        dd = tile // e_blocks % d_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-        grad, values = pick(grads, i - 1), pick(kept, i - 1)
-        weight_bar = tl.zeros((BLOCK_E, BLOCK_D), COMPUTE)
-        product_bar = tl.zeros((BLOCK_E, BLOCK_D), COMPUTE)
-        outer_bar = tl.zeros((BLOCK_E, BLOCK_D), COMPUTE)
-        everything = batch.to(tl.int64) * (j_blocks * k_blocks)
-        for step in range(everything * split // count, everything * (split + 1) // count):
-            b = (step // (j_blocks * k_blocks)).to(tl.int32)
-            place = (step % (j_blocks * k_blocks)).to(tl.int32)
-            j = place // k_blocks * BLOCK_J + tl.arange(0, BLOCK_J)
-            k = place % k_blocks * BLOCK_K + tl.arange(0, BLOCK_K)
-            weight, product, outer = middle_tiles(
-                weights, psi, prefixes, suffixes, widths, batch, d, b, i, dd, j, k,
-                N_0, N_L, COMPUTE, BLOCK_D, BLOCK_Q, BLOCK_J, BLOCK_K,
-            )  # fmt: skip
-            at = (b.to(tl.int64) * e + ee)[:, None, None] * (n * m) + (j[:, None] * m + k[None, :])[None, :, :]
-            inside = (ee < e)[:, None, None] & (j < n)[None, :, None] & (k < m)[None, None, :]
-            bar = tl.reshape(
-                load_gradient(grad, values, at, inside, COMPUTE, ACTIVATION), (BLOCK_E, BLOCK_J * BLOCK_K)
-            )  # fmt: skip
-            weight_bar = dot(bar, tl.trans(weight), weight_bar, OPERAND, PRECISION)
-            product_bar = dot(bar, tl.trans(product), product_bar, OPERAND, PRECISION)
-            outer_bar = dot(bar, tl.trans(outer), outer_bar, OPERAND, PRECISION)
-        to = partials + partial_at(2 * i - 2, split, sizes, splits) + ee[:, None] * (3 * d) + dd[None, :]
-        inside_2 = (ee < e)[:, None] & (dd < d)[None, :]
-        tl.store(to, weight_bar, mask=inside_2)
-        tl.store(to + d, product_bar, mask=inside_2)
-        tl.store(to + 2 * d, outer_bar, mask=inside_2)
+        middle_parameters(
+            weights, psi, prefixes, suffixes, grads, kept, partials, sizes, splits, widths, batch, d, e, tile,
+            N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_E, BLOCK_Q, BLOCK_J, BLOCK_K,
+        )  # fmt: skip
     else:
-        tile -= middle
-        o = tl.full((), 0, tl.int32)
-        i, rows, positions, inner = edge(o, widths, e, L, N_0, N_L)
-        index = tl.full((), 0, tl.int32)
-        slots = 3 * N_0 + 1
-        while tile >= number(splits, index) * tl.cdiv(rows, BLOCK_R) * slots * d_blocks:
-            tile -= number(splits, index) * tl.cdiv(rows, BLOCK_R) * slots * d_blocks
-            o += 1
-            i, rows, positions, inner = edge(o, widths, e, L, N_0, N_L)
-            index = tl.where(o == L, 2 * L - 2, 2 * o - 1)
-            slots = tl.where(o == L, 3 * N_L, 3 * N_0 + i)
-        r_blocks = tl.cdiv(rows, BLOCK_R)
-        count = number(splits, index)
-        dd = tile % d_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
-        slot = tile // d_blocks % slots
-        r = tile // (d_blocks * slots) % r_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
-        split = tile // (d_blocks * slots * r_blocks)
-        is_last = o == L
-        first = tl.where(is_last, N_L, N_0)
-        X = tl.where(is_last, N_L, N_0 + i)
-        # Which rows of Y a block of columns meets, and with which weights: one row as it is, or several through T.
-        through_T = (slot >= first) & (slot < 3 * first)
-        is_bias = through_T & (slot >= 2 * first) & (o < L)
-        z = tl.where(is_bias, slot - 2 * first, tl.where(through_T, slot - first, 0))
-        x_first = tl.where(slot < first, slot, tl.where(is_bias, X - 1, tl.where(through_T, 0, slot - 2 * first)))
-        x_end = tl.where(through_T & (is_bias == 0), first, x_first + 1)
-        out_index = tl.where(o == 0, 0, tl.where(is_last, L - 1, L + o - 1))
-        grad, values = pick(grads, out_index), pick(kept, out_index)
-        y_blocks = tl.cdiv(positions, BLOCK_Y)
-        matrix_bar = tl.zeros((BLOCK_R, BLOCK_D), COMPUTE)
-        everything = batch.to(tl.int64) * y_blocks
-        for step in range(everything * split // count, everything * (split + 1) // count):
-            b = (step // y_blocks).to(tl.int32)
-            y = (step % y_blocks).to(tl.int32) * BLOCK_Y + tl.arange(0, BLOCK_Y)
-            _, _, Z, _, Y_at, T_at = edge_layer(
-                prefixes, suffixes, connections, widths, batch, d, b, i, dd, L, N_0, N_L
-            )
-            data = tl.zeros((BLOCK_D, BLOCK_Y), COMPUTE)
-            for x in range(x_first, x_end):
-                Y = load_rows(prefixes, suffixes, Y_at + x * positions, y, (dd < d), positions, is_last)
-                T = tl.load(connections + T_at + (tl.minimum(x, first) * Z + z) * d + dd, mask=dd < d, other=0.0)
-                data += tl.where(through_T, T, 1.0)[:, None] * Y
-            bar = load_gradient(
-                grad, values, edge_output_at(b, r, y, rows, positions, inner),
-                (r < rows)[:, None] & (y < positions)[None, :], COMPUTE, ACTIVATION,
-            )  # fmt: skip
-            matrix_bar = dot(bar, tl.trans(data), matrix_bar, OPERAND, PRECISION)
-        to = partials + partial_at(index, split, sizes, splits)
-        to += r.to(tl.int64)[:, None] * (slots * d) + slot * d + dd[None, :]
-        tl.store(to, matrix_bar, mask=(r < rows)[:, None] & (dd < d)[None, :])
-
+        edge_parameters(
+            prefixes, suffixes, connections, grads, kept, partials, sizes, splits, widths, batch, d, e, tile - middle,
+            N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_R, BLOCK_Y,
+        )  # fmt: skip
 
 @triton.jit
 def partial_at(index, split, sizes, splits):
@@ -628,6 +753,7 @@ def mix_backward_launch(
         "left_bar": left_bar,
         "right_bar": right_bar,
         **_common(problem, config),
+        "BLOCK_E": config.e_step,
         "BLOCK_SHORT": config.short,
         "BLOCK_LONG": config.long,
         "BLOCK_R": config.r,
@@ -635,7 +761,7 @@ def mix_backward_launch(
         "BLOCK_Z": config.z,
     }
     grid = (problem.batch * cdiv(problem.d, config.d) * owners,)
-    return Launch(mix_backward_kernel, grid, given, config.mix_warps)
+    return Launch(mix_backward_kernel, grid, given, config.back_warps)
 
 
 def parameter_gradient_launch(

@@ -44,49 +44,76 @@ def readout_kernel(
 
 
 @triton.jit
+def features_backward(
+    matrix, grad, kept, features_bar, batch, rows, columns, block,
+    ACTIVATION: tl.constexpr, OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """ō matrix for BLOCK_B networks and BLOCK_C columns."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    b = block * BLOCK_B + tl.arange(0, BLOCK_B)
+    acc = tl.zeros((BLOCK_B, BLOCK_C), COMPUTE)
+    for r_0 in range(0, rows, BLOCK_R):
+        r = r_0 + tl.arange(0, BLOCK_R)
+        bar = load_gradient(
+            grad, kept, b.to(tl.int64)[:, None] * rows + r[None, :],
+            (b < batch)[:, None] & (r < rows)[None, :], COMPUTE, ACTIVATION,
+        )  # fmt: skip
+        phi = tl.load(
+            matrix + r.to(tl.int64)[:, None] * columns + c[None, :],
+            mask=(r < rows)[:, None] & (c < columns)[None, :],
+            other=0.0,
+        )
+        acc = dot(bar, phi, acc, OPERAND, PRECISION)
+    at = features_bar + b.to(tl.int64)[:, None] * columns + c[None, :]
+    tl.store(at, acc, mask=(b < batch)[:, None] & (c < columns)[None, :])
+
+
+@triton.jit
+def matrix_backward(
+    features, grad, kept, matrix_bar, batch, rows, columns, block,
+    ACTIVATION: tl.constexpr, OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """ōᵀ features for BLOCK_R rows and BLOCK_C columns."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    r = block * BLOCK_R + tl.arange(0, BLOCK_R)
+    acc = tl.zeros((BLOCK_R, BLOCK_C), COMPUTE)
+    for b_0 in range(0, batch, BLOCK_B):
+        b = b_0 + tl.arange(0, BLOCK_B)
+        bar = load_gradient(
+            grad, kept, b.to(tl.int64)[None, :] * rows + r[:, None],
+            (b < batch)[None, :] & (r < rows)[:, None], COMPUTE, ACTIVATION,
+        )  # fmt: skip
+        F = tl.load(
+            features + b.to(tl.int64)[:, None] * columns + c[None, :],
+            mask=(b < batch)[:, None] & (c < columns)[None, :],
+            other=0.0,
+        )
+        acc = dot(bar, F, acc, OPERAND, PRECISION)
+    at = matrix_bar + r.to(tl.int64)[:, None] * columns + c[None, :]
+    tl.store(at, acc.to(matrix_bar.dtype.element_ty), mask=(r < rows)[:, None] & (c < columns)[None, :])
+
+
+@triton.jit
 def readout_backward_kernel(
     matrix, features, grad, kept, matrix_bar, features_bar, batch, rows, columns,
     ACTIVATION: tl.constexpr, OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """features_bar = ō matrix, matrix_bar = ōᵀ features. Grid: column blocks, then network blocks and row blocks."""
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     block = tl.program_id(1)
     b_blocks = tl.cdiv(batch, BLOCK_B)
     if block < b_blocks:
-        b = block * BLOCK_B + tl.arange(0, BLOCK_B)
-        acc = tl.zeros((BLOCK_B, BLOCK_C), COMPUTE)
-        for r_0 in range(0, rows, BLOCK_R):
-            r = r_0 + tl.arange(0, BLOCK_R)
-            bar = load_gradient(
-                grad, kept, b.to(tl.int64)[:, None] * rows + r[None, :],
-                (b < batch)[:, None] & (r < rows)[None, :], COMPUTE, ACTIVATION,
-            )  # fmt: skip
-            phi = tl.load(
-                matrix + r.to(tl.int64)[:, None] * columns + c[None, :],
-                mask=(r < rows)[:, None] & (c < columns)[None, :],
-                other=0.0,
-            )
-            acc = dot(bar, phi, acc, OPERAND, PRECISION)
-        at = features_bar + b.to(tl.int64)[:, None] * columns + c[None, :]
-        tl.store(at, acc, mask=(b < batch)[:, None] & (c < columns)[None, :])
+        features_backward(
+            matrix, grad, kept, features_bar, batch, rows, columns, block,
+            ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_B, BLOCK_R, BLOCK_C,
+        )  # fmt: skip
     else:
-        r = (block - b_blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
-        total = tl.zeros((BLOCK_R, BLOCK_C), COMPUTE)
-        for b_0 in range(0, batch, BLOCK_B):
-            b = b_0 + tl.arange(0, BLOCK_B)
-            bar = load_gradient(
-                grad, kept, b.to(tl.int64)[None, :] * rows + r[:, None],
-                (b < batch)[None, :] & (r < rows)[:, None], COMPUTE, ACTIVATION,
-            )  # fmt: skip
-            F = tl.load(
-                features + b.to(tl.int64)[:, None] * columns + c[None, :],
-                mask=(b < batch)[:, None] & (c < columns)[None, :],
-                other=0.0,
-            )
-            total = dot(bar, F, total, OPERAND, PRECISION)
-        at = matrix_bar + r.to(tl.int64)[:, None] * columns + c[None, :]
-        tl.store(at, total.to(matrix_bar.dtype.element_ty), mask=(r < rows)[:, None] & (c < columns)[None, :])
+        matrix_backward(
+            features, grad, kept, matrix_bar, batch, rows, columns, block - b_blocks,
+            ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_B, BLOCK_R, BLOCK_C,
+        )  # fmt: skip
 
 
 def readout_launch(
@@ -108,7 +135,7 @@ def readout_launch(
         **blocks,
     }
     grid = (cdiv(rows, blocks["BLOCK_R"]), cdiv(problem.batch, blocks["BLOCK_B"]))
-    return Launch(readout_kernel, grid, arguments, config.mix_warps)
+    return Launch(readout_kernel, grid, arguments, config.back_warps)
 
 
 def readout_backward_launch(
@@ -138,7 +165,7 @@ def readout_backward_launch(
     }
     owners = cdiv(problem.batch, blocks["BLOCK_B"]) + cdiv(rows, blocks["BLOCK_R"])
     return Launch(
-        readout_backward_kernel, (cdiv(problem.readout_columns, blocks["BLOCK_C"]), owners), arguments, config.mix_warps
+        readout_backward_kernel, (cdiv(problem.readout_columns, blocks["BLOCK_C"]), owners), arguments, config.back_warps
     )
 
 

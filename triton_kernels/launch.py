@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 AUTOTUNE_VARIABLE = "MAGEP_FAST_TRITON_AUTOTUNE"
 Result = TypeVar("Result")
@@ -24,11 +23,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Config:
-    """Tile sizes, powers of two, and warps. A tile of a middle layer has j × k positions and d channels; one of an edge r
-    rows of coefficients, y positions and z of the columns that Φ' sums over; chains multiply c × n by steps of inner."""
+    """Tile sizes, powers of two, and warps.
+
+    A tile of a middle layer has j × k positions, or short × long where one side is summed over, and d channels; it makes
+    e channels, or sums over them by steps of e_step. A tile of an edge has r rows of coefficients, y positions and z of
+    the columns that Φ' sums over. Chains multiply c × n by steps of inner.
+    """
 
     d: int = 16
     e: int = 32
+    e_step: int = 16
     j: int = 4
     k: int = 32
     short: int = 4
@@ -40,7 +44,8 @@ class Config:
     n: int = 32
     inner: int = 32
     chain_warps: int = 2
-    mix_warps: int = 4
+    mix_warps: int = 8
+    back_warps: int = 4
 
 
 @dataclass(frozen=True)
@@ -78,8 +83,8 @@ class Problem:
 
     @cached_property
     def arithmetic(self) -> dict[str, Any]:
-        """OPERAND, COMPUTE and PRECISION. Products of 16-bit operands run on tensor cores as they are; where a factor of a
-        chain meets them they round to tf32, which is no coarser."""
+        """OPERAND, COMPUTE and PRECISION. 16-bit operands go to tensor cores as they are; chains, which are kept in float32,
+        are then multiplied in tf32, which is no coarser."""
         low = self.dtype.itemsize == 2
         names = {torch.float64: tl.float64, torch.float32: tl.float32, torch.float16: tl.float16}
         operand, compute = names.get(self.dtype, tl.bfloat16), names[self.compute_dtype]
@@ -114,7 +119,7 @@ class Problem:
         return {"FIRST_PAIR": self.L - 1 if mix else 0, "TRACE_PAIR": 2 * self.L - 1 if mix else 1}
 
     def edges(self) -> list[tuple[int, int, int]]:
-        """Rows, positions and blocks of d columns of each edge: weights of layer 1, hidden biases, weights of layer L."""
+        """Rows, positions and blocks of d columns of each edge: weight_1, the hidden biases, weight_L."""
         n = self.widths
         first = (self.e * self.n_0, n[1], 3 * self.n_0 + 1)
         biases = [(self.e, n[i], 3 * self.n_0 + i) for i in range(1, self.L)]
@@ -155,7 +160,7 @@ def run(launches: Iterable[Launch]) -> None:
 
 
 WIDTHS = (16, 32, 64, 128, 256)
-"""Classes of hidden widths: a network belongs to the least that holds its widest hidden layer, or to the last."""
+"""Classes of hidden widths: a network is in the least that holds its widest hidden layer, or in the last."""
 
 
 def width_class(problem: Problem) -> int:
@@ -174,7 +179,7 @@ def default_config(problem: Problem) -> Config:
     long = block(wide, 128, 16)
     rule = Config(
         d=block(problem.d, 16, 16),
-        e=block(problem.e, 64, 16),
+        e=block(problem.e, 32, 16),
         j=max(1, 128 // k),
         k=k,
         short=max(1, 128 // long),
@@ -186,7 +191,8 @@ def default_config(problem: Problem) -> Config:
         n=block(wide, 64, 16),
         inner=block(wide, 32, 16),
         chain_warps=4 if wide > 64 else 2,
-        mix_warps=4,
+        mix_warps=8,
+        back_warps=4,
     )
     kind = "16-bit" if problem.dtype.itemsize == 2 else "float32"
     return replace(rule, **DEFAULTS.get((problem.d, problem.e, wide, kind), {}))
@@ -197,7 +203,7 @@ def candidates(problem: Problem) -> list[Config]:
     default = default_config(problem)
     found = [default]
     for change in (
-        {"mix_warps": 2}, {"mix_warps": 8}, {"chain_warps": 1}, {"chain_warps": 4}, {"chain_warps": 8},
+        {"mix_warps": 4}, {"back_warps": 8}, {"chain_warps": 1}, {"chain_warps": 4}, {"chain_warps": 8},
         {"j": default.j * 2}, {"short": default.short * 2}, {"e": min(128, default.e * 2)}, {"d": 32},
         {"r": 64}, {"r": 16}, {"n": default.n * 2},
     ):  # fmt: skip
@@ -211,7 +217,7 @@ _tuned: dict[tuple[str, Problem], Config] = {}
 
 
 def choose_config(name: str, problem: Problem, measure: Callable[[Config], Result], device: torch.device) -> Config:
-    """The default, at once; or with MAGEP_FAST_TRITON_AUTOTUNE=1, on a GPU, the fastest of the candidates, once per shape."""
+    """The default, at once; with MAGEP_FAST_TRITON_AUTOTUNE=1, on a GPU, the fastest candidate, found once per shape."""
     if os.environ.get(AUTOTUNE_VARIABLE, "0") in ("", "0") or device.type == "cpu":
         return default_config(problem)
     key = name, problem
