@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmarks import layers, scaling
+from benchmarks import compile, layers, model, scaling
 
 
 def main() -> None:
@@ -10,6 +10,8 @@ def main() -> None:
     commands = parser.add_subparsers(required=True, metavar="command")
     layers.add_arguments(commands.add_parser("layers", help="one layer, implementation against implementation"))
     scaling.add_arguments(commands.add_parser("scaling", help="cost against width, depth, channels and batch"))
+    compile.add_arguments(commands.add_parser("compile", help="Triton kernels compiled for GPUs that need not be here"))
+    model.add_arguments(commands.add_parser("model", help="bytes, flops and launches counted, time on GPUs predicted"))
     arguments = parser.parse_args()
     arguments.run(arguments)
 

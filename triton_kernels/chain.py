@@ -430,7 +430,7 @@ def weight_gradient_kernel(
     total = 0
     for layer in tl.static_range(2, L + 1):
         total += d_blocks * tl.cdiv(widths[layer], BLOCK_J) * tl.cdiv(widths[layer - 1], BLOCK_K)
-    b = pid // total
+    b = batch - 1 - pid // total  # in reverse, as what the launch before touched last is still in cache
     tile = pid % total
     i = tl.full((), 2, tl.int32)
     while tile >= d_blocks * tl.cdiv(number(widths, i), BLOCK_J) * tl.cdiv(number(widths, i - 1), BLOCK_K):

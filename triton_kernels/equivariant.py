@@ -62,12 +62,6 @@ def middle_tiles(
         other=0.0,
     )
     left = prefixes + prefix_at(widths, i, items, item, N_0)
-    q = tl.arange(0, BLOCK_Q)
-    P = tl.load(
-        left[None, :, None] + q[:, None, None] * n + j[None, None, :],
-        mask=(q < N_0)[:, None, None] & (dd < d)[None, :, None] & (j < n)[None, None, :],
-        other=0.0,
-    )
     bias = tl.load(
         left[:, None] + (N_0 + i - 1) * n + j[None, :], mask=(dd < d)[:, None] & (j < n)[None, :], other=0.0
     )
@@ -77,7 +71,8 @@ def middle_tiles(
     g = tl.zeros((BLOCK_D, BLOCK_K), COMPUTE)
     for p in range(N_L):
         S = tl.load(right + p * m, mask=(dd < d)[:, None] & (k < m)[None, :], other=0.0)
-        product += left_factor(P, pair, p, q, dd, d, N_0, N_L, COMPUTE)[:, :, None] * S[:, None, :]
+        U = left_factor(left, pair, p, dd, d, j, n, N_0, N_L, COMPUTE, BLOCK_D, BLOCK_Q, BLOCK_J)
+        product += U[:, :, None] * S[:, None, :]
         small = tl.load(pair + (N_0 * N_L + p) * d + dd, mask=dd < d, other=0.0).to(COMPUTE)
         g += small[:, None] * S
     outer = bias[:, :, None] * g[:, None, :]
@@ -89,12 +84,25 @@ def middle_tiles(
 
 
 @triton.jit
-def left_factor(P, pair, p, q, dd, d, N_0: tl.constexpr, N_L: tl.constexpr, COMPUTE: tl.constexpr):
-    """Column p of U = P Ψ: [BLOCK_D, BLOCK_J] from P [BLOCK_Q, BLOCK_D, BLOCK_J]."""
-    big = tl.load(
-        pair + (q[:, None] * N_L + p) * d + dd[None, :], mask=(q < N_0)[:, None] & (dd < d)[None, :], other=0.0
-    ).to(COMPUTE)
-    return tl.sum(P * big[:, :, None], axis=0)
+def left_factor(
+    left, pair, p, dd, d, j, n,
+    N_0: tl.constexpr, N_L: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """Column p of U = P Ψ at channels dd and rows j: [BLOCK_D, BLOCK_J], from P at `left`."""
+    U = tl.zeros((BLOCK_D, BLOCK_J), COMPUTE)
+    for q_0 in range(0, N_0, BLOCK_Q):
+        q = q_0 + tl.arange(0, BLOCK_Q)
+        P = tl.load(
+            left[None, :, None] + q[:, None, None] * n + j[None, None, :],
+            mask=(q < N_0)[:, None, None] & (dd < d)[None, :, None] & (j < n)[None, None, :],
+            other=0.0,
+        )
+        big = tl.load(
+            pair + (q[:, None] * N_L + p) * d + dd[None, :], mask=(q < N_0)[:, None] & (dd < d)[None, :], other=0.0
+        ).to(COMPUTE)
+        U += tl.sum(P * big[:, :, None], axis=0)
+    return U
 
 
 @triton.jit
@@ -376,23 +384,17 @@ def columns_backward(
     S_bar = suffixes_bar + S_at[:, None] + k[None, :]
     g_bar = right_bar + section_at(widths, i - 1, items, item, 1)[:, None] + k[None, :]
     left = prefixes + prefix_at(widths, i, items, item, N_0)
-    q = tl.arange(0, BLOCK_Q)
     for j_0 in range(0, n, BLOCK_LONG):
         j = j_0 + tl.arange(0, BLOCK_LONG)
         product_bar, outer_bar = middle_gradients(
             matrix, grad, values, b, d, e, n, m, dd, j, k,
             ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_E, BLOCK_LONG, BLOCK_SHORT,
         )  # fmt: skip
-        P = tl.load(
-            left[None, :, None] + q[:, None, None] * n + j[None, None, :],
-            mask=(q < N_0)[:, None, None] & (dd < d)[None, :, None] & (j < n)[None, None, :],
-            other=0.0,
-        )
         bias = tl.load(
             left[:, None] + (N_0 + i - 1) * n + j[None, :], mask=(dd < d)[:, None] & (j < n)[None, :], other=0.0
         )
         for p in range(N_L):
-            U = left_factor(P, pair, p, q, dd, d, N_0, N_L, COMPUTE)
+            U = left_factor(left, pair, p, dd, d, j, n, N_0, N_L, COMPUTE, BLOCK_D, BLOCK_Q, BLOCK_LONG)
             add_to(S_bar + p * m, tl.sum(product_bar * U[:, :, None], axis=1), inside_k, j_0)
         add_to(g_bar, tl.sum(outer_bar * bias[:, :, None], axis=1), inside_k, j_0)
 
@@ -555,16 +557,14 @@ def middle_parameters(
     """A share of Φ̄ of a middle layer, for BLOCK_E rows and BLOCK_D channels of each of its three terms."""
     d_blocks = tl.cdiv(d, BLOCK_D)
     e_blocks = tl.cdiv(e, BLOCK_E)
-    i = tl.full((), 2, tl.int32)
-    while tile >= number(splits, 2 * i - 2) * e_blocks * d_blocks:
-        tile -= number(splits, 2 * i - 2) * e_blocks * d_blocks
-        i += 1
+    layers: tl.constexpr = len(weights) - 2 if len(weights) > 2 else 1
+    i = 2 + tile // (e_blocks * d_blocks) % layers
     n = number(widths, i)
     m = number(widths, i - 1)
     j_blocks = tl.cdiv(n, BLOCK_J)
     k_blocks = tl.cdiv(m, BLOCK_K)
     count = number(splits, 2 * i - 2)
-    split = tile // (e_blocks * d_blocks)
+    split = tile // (e_blocks * d_blocks * layers)
     ee = tile % e_blocks * BLOCK_E + tl.arange(0, BLOCK_E)
     dd = tile // e_blocks % d_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     grad, values = pick(grads, i - 1), pick(kept, i - 1)
@@ -668,7 +668,8 @@ def parameter_gradient_kernel(
     """Φ̄ = Σ ō Xᵀ over networks and positions for all matrices but the last bias, as `splits` partial sums.
 
     X is the data that an output is linear in: the tiles of a middle layer, or of an edge Y and, for Φ', Σ_x T[x, z] Y[x].
-    Grid: the middle layers' split × block of e × block of d, then the edges' split × block of rows × slot × block of d.
+    Grid: split × middle layer × block of d × block of e, then for each edge split × block of rows × slot × block of d.
+    Splits of middle layers follow the networks, whose data are read once from memory.
     """
     L: tl.constexpr = len(weights)
     d_blocks = tl.cdiv(d, BLOCK_D)
@@ -756,8 +757,8 @@ def mix_backward_launch(
         "BLOCK_E": config.e_step,
         "BLOCK_SHORT": config.short,
         "BLOCK_LONG": config.long,
-        "BLOCK_R": config.r,
-        "BLOCK_Y": config.y,
+        "BLOCK_R": config.r_step,
+        "BLOCK_Y": config.y_step,
         "BLOCK_Z": config.z,
     }
     grid = (problem.batch * cdiv(problem.d, config.d) * owners,)
@@ -805,15 +806,16 @@ def edge_matrix(o: int, L: int) -> int:
 
 def num_splits(problem: Problem, config: Config) -> list[int]:
     """Into how many shares the sum over networks and positions is cut for weight_1, bias_1, …, weight_L: as many as
-    occupy a large GPU, and no more than there are tiles."""
+    occupy a large GPU, no more than there are tiles, the same number for all middle layers."""
     splits = [1] * (2 * problem.L - 1)
     d_blocks = cdiv(problem.d, config.d)
     for o, (rows, positions, slots) in enumerate(problem.edges()):
         programs, tiles = cdiv(rows, config.r) * slots * d_blocks, problem.batch * cdiv(positions, config.y)
         splits[edge_matrix(o, problem.L)] = max(1, min(tiles, cdiv(64, programs)))
-    for i, (n, m) in enumerate(problem.middle(), start=2):
-        programs, tiles = cdiv(problem.e, config.e) * d_blocks, problem.batch * cdiv(n, config.j) * cdiv(m, config.k)
-        splits[2 * i - 2] = max(1, min(tiles, cdiv(256, programs)))
+    if problem.L > 2:
+        programs = (problem.L - 2) * cdiv(problem.e, config.e) * d_blocks
+        tiles = problem.batch * min(cdiv(n, config.j) * cdiv(m, config.k) for n, m in problem.middle())
+        splits[2:-1:2] = [max(1, min(tiles, cdiv(256, programs)))] * (problem.L - 2)
     return splits
 
 
@@ -828,7 +830,7 @@ def _common(problem: Problem, config: Config) -> dict[str, object]:
         **problem.arithmetic,
         "BLOCK_D": config.d,
         "BLOCK_E": config.e,
-        "BLOCK_Q": block(problem.n_0, 64),
+        "BLOCK_Q": block(problem.n_0, 4),
     }
 
 

@@ -7,7 +7,8 @@ machines that are not here, and counted.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -26,8 +27,9 @@ class Config:
     """Tile sizes, powers of two, and warps.
 
     A tile of a middle layer has j × k positions, or short × long where one side is summed over, and d channels; it makes
-    e channels, or sums over them by steps of e_step. A tile of an edge has r rows of coefficients, y positions and z of
-    the columns that Φ' sums over. Chains multiply c × n by steps of inner.
+    e channels, or sums over them by steps of e_step. A tile of an edge has r rows of coefficients and y positions, or
+    r_step and y_step where they are summed over, and z of the columns that Φ' sums over. Chains multiply c × n by steps
+    of inner. Steps are short because float32 products without tf32 hold whole operands in registers.
     """
 
     d: int = 16
@@ -39,10 +41,12 @@ class Config:
     long: int = 32
     r: int = 32
     y: int = 32
-    z: int = 16
+    r_step: int = 16
+    y_step: int = 16
+    z: int = 4
     c: int = 16
     n: int = 32
-    inner: int = 32
+    inner: int = 16
     chain_warps: int = 2
     mix_warps: int = 8
     back_warps: int = 4
@@ -147,16 +151,39 @@ class Launch:
     grid: tuple[int, ...]
     arguments: dict[str, Any]
     warps: int
-    stages: int = 2
+    stages: int = 1  # several programs per multiprocessor hide latency; pipelined loops would spill registers
+
+    def options(self, backend: str) -> dict[str, int]:
+        """For Triton's "cuda" or "hip" compiler. Left alone, ptxas spills a few registers for the sake of occupancy."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options | {"maxnreg": 255} if backend == "cuda" else options
 
     def run(self) -> None:
         if prod(self.grid) > 0:
-            self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+            self.kernel[self.grid](**self.arguments, **self.options("cuda" if torch.version.hip is None else "hip"))
+
+
+_recording: list[Launch] | None = None
 
 
 def run(launches: Iterable[Launch]) -> None:
+    """Runs launches in order, or inside `recorded` only notes them."""
     for launch in launches:
-        launch.run()
+        if _recording is None:
+            launch.run()
+        else:
+            _recording.append(launch)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """What is launched inside, described and not run."""
+    global _recording
+    before, _recording = _recording, []
+    try:
+        yield _recording
+    finally:
+        _recording = before
 
 
 WIDTHS = (16, 32, 64, 128, 256)
@@ -176,23 +203,23 @@ def default_config(problem: Problem) -> Config:
     """Tiles as wide as the layers are, up to what registers hold; then the entry of DEFAULTS, if there is one."""
     wide = width_class(problem)
     k = block(wide, 64, 16)
-    long = block(wide, 128, 16)
+    long = block(wide, 64, 16)
     rule = Config(
         d=block(problem.d, 16, 16),
         e=block(problem.e, 32, 16),
-        j=max(1, 128 // k),
+        j=128 // k,
         k=k,
-        short=max(1, 128 // long),
+        short=(256 if wide > 64 else 128) // long,
         long=long,
         r=block(problem.e, 32, 16),
         y=block(wide, 64, 16),
-        z=block(max(problem.n_0, 2 * problem.n_L), 8),
+        z=block(max(problem.n_0, 2 * problem.n_L), 4),
         c=block(max(problem.n_0 + problem.L - 1, problem.n_L), 32, 16),
         n=block(wide, 64, 16),
-        inner=block(wide, 32, 16),
+        inner=16,
         chain_warps=4 if wide > 64 else 2,
         mix_warps=8,
-        back_warps=4,
+        back_warps=8 if wide > 64 else 4,
     )
     kind = "16-bit" if problem.dtype.itemsize == 2 else "float32"
     return replace(rule, **DEFAULTS.get((problem.d, problem.e, wide, kind), {}))
