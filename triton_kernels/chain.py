@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from magep_fast.triton_kernels.launch import Config, Launch, Problem, cdiv, run
+from magep_fast.triton_kernels.launch import Chunk, Config, Launch, Problem, cdiv, run
 from magep_fast.triton_kernels.tiles import (
     connection_at,
     copy,
@@ -293,7 +293,7 @@ def _prefix_backward(
 def chain_backward_kernel(
     weights, psi, prefixes, suffixes, connections,
     prefixes_bar, suffixes_bar, connections_bar, left_bar, right_bar, features_bar,
-    psi_bar, first_weight_bar, biases_bar, widths, batch, d,
+    psi_bar, first_weight_bar, biases_bar, widths, first, batch, d,
     N_0: tl.constexpr, N_L: tl.constexpr, SUFFIX: tl.constexpr, FEATURES: tl.constexpr, MIX: tl.constexpr,
     FIRST_PAIR: tl.constexpr, TRACE_PAIR: tl.constexpr, PAIRS: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
@@ -305,25 +305,26 @@ def chain_backward_kernel(
 
     and writes those of the biases, of W_1 and, one share per network, of psi. The direct ones are, with MIX, all of
     prefixes_bar but A_L, suffixes_bar, connections_bar but G_L, left_bar = Ū_i = (P_i Ψ)‾ [n_L, n_i] above a row of b̄_i, and
-    right_bar = (ψ S_t)‾; with FEATURES features_bar; with neither all of prefixes_bar and suffixes_bar.
+    right_bar = (ψ S_t)‾; with FEATURES features_bar; with neither all of prefixes_bar and suffixes_bar. The grid covers the
+    items of a chunk, of which `first` is the first network.
     """
     item = tl.program_id(0)
     if SUFFIX:
         if item % 2 == 1:
             _suffix_backward(
-                weights, psi, suffixes, suffixes_bar, right_bar, psi_bar, widths, batch, d, item // 2,
+                weights, psi, suffixes, suffixes_bar, right_bar, psi_bar, widths, batch, d, first * d + item // 2,
                 N_0, N_L, MIX, PAIRS, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             _prefix_backward(
                 weights, psi, prefixes, connections, prefixes_bar, connections_bar, left_bar, features_bar,
-                psi_bar, first_weight_bar, biases_bar, widths, batch, d, item // 2,
+                psi_bar, first_weight_bar, biases_bar, widths, batch, d, first * d + item // 2,
                 N_0, N_L, FEATURES, MIX, FIRST_PAIR, TRACE_PAIR, PAIRS, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     else:
         _prefix_backward(
             weights, psi, prefixes, connections, prefixes_bar, connections_bar, left_bar, features_bar,
-            psi_bar, first_weight_bar, biases_bar, widths, batch, d, item,
+            psi_bar, first_weight_bar, biases_bar, widths, batch, d, first * d + item,
             N_0, N_L, FEATURES, MIX, FIRST_PAIR, TRACE_PAIR, PAIRS, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
@@ -418,19 +419,22 @@ def _connect_backward(
 
 @triton.jit
 def weight_gradient_kernel(
-    matrices, grads, kept, prefixes, suffixes, prefixes_bar, suffixes_bar, weights_bar, widths, batch, d, e,
+    matrices, grads, kept, prefixes, suffixes, prefixes_bar, suffixes_bar, weights_bar, widths, last, batch, d, e,
     N_0: tl.constexpr, N_L: tl.constexpr, SUFFIX: tl.constexpr, MIX: tl.constexpr, ACTIVATION: tl.constexpr,
     OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """W̄_i = Φᵀ ō_i (MIX, 1 < i < L) + Ā_i [A_(i-1) | b_(i-1)]ᵀ + S_iᵀ S̄_(i-1), S_L = 1, for i > 1; each written once."""
+    """W̄_i = Φᵀ ō_i (MIX, 1 < i < L) + Ā_i [A_(i-1) | b_(i-1)]ᵀ + S_iᵀ S̄_(i-1), S_L = 1, for i > 1; each written once.
+
+    The grid covers a chunk of networks, of which `last` is the last.
+    """
     L: tl.constexpr = len(weights_bar)
     pid = tl.program_id(0)
     d_blocks = tl.cdiv(d, BLOCK_D)
     total = 0
     for layer in tl.static_range(2, L + 1):
         total += d_blocks * tl.cdiv(widths[layer], BLOCK_J) * tl.cdiv(widths[layer - 1], BLOCK_K)
-    b = batch - 1 - pid // total  # in reverse, as what the launch before touched last is still in cache
+    b = last - pid // total  # in reverse, as what the launch before touched last is still in cache
     tile = pid % total
     i = tl.full((), 2, tl.int32)
     while tile >= d_blocks * tl.cdiv(number(widths, i), BLOCK_J) * tl.cdiv(number(widths, i - 1), BLOCK_K):
@@ -482,7 +486,8 @@ def weight_gradient_kernel(
             total_bar += left[:, :, None] * right[:, None, :]
     W_bar = pick(weights_bar, i - 1)
     at = item.to(tl.int64)[:, None, None] * (n * m) + where
-    tl.store(W_bar + at, total_bar.to(W_bar.dtype.element_ty), mask=(dd < d)[:, None, None] & inside)
+    value = total_bar.to(W_bar.dtype.element_ty)
+    tl.store(W_bar + at, value, mask=(dd < d)[:, None, None] & inside, cache_modifier=".cs")
 
 
 def chain_launch(
@@ -532,6 +537,7 @@ def chain_backward_launch(
     psi_bar: Tensor | None,
     first_weight_bar: Tensor,
     biases_bar: Sequence[Tensor],
+    chunk: Chunk,
 ) -> Launch:
     """factors: prefixes, suffixes, connections. Mixing is undone where left_bar is given."""
     suffix, mix = factors[1] is not None, left_bar is not None
@@ -547,6 +553,7 @@ def chain_backward_launch(
         "first_weight_bar": first_weight_bar,
         "biases_bar": tuple(biases_bar),
         "widths": problem.widths,
+        "first": chunk.first,
         "batch": problem.batch,
         "d": problem.d,
         **problem.ends,
@@ -558,7 +565,7 @@ def chain_backward_launch(
         **_arithmetic(problem),
         **_blocks(config),
     }
-    return Launch(chain_backward_kernel, (problem.items * (1 + suffix),), arguments, config.chain_warps)
+    return Launch(chain_backward_kernel, (chunk.count * problem.d * (1 + suffix),), arguments, config.chain_warps)
 
 
 def weight_gradient_launch(
@@ -570,6 +577,7 @@ def weight_gradient_launch(
     factors: Sequence[Tensor | None],
     factors_bar: Sequence[Tensor | None],
     weights_bar: Sequence[Tensor],
+    chunk: Chunk,
 ) -> Launch:
     """weights_bar lists all layers; the first is left alone. Without matrices nothing is mixed."""
     mix, n = matrices is not None, problem.widths
@@ -584,6 +592,7 @@ def weight_gradient_launch(
         "suffixes_bar": factors_bar[1],
         "weights_bar": tuple(weights_bar),
         "widths": problem.widths,
+        "last": chunk.first + chunk.count - 1,
         "batch": problem.batch,
         "d": problem.d,
         "e": problem.e,
@@ -597,7 +606,7 @@ def weight_gradient_launch(
         "BLOCK_J": config.j,
         "BLOCK_K": config.k,
     }
-    grid = (problem.batch * cdiv(problem.d, config.d) * tiles,)
+    grid = (chunk.count * cdiv(problem.d, config.d) * tiles,)
     return Launch(weight_gradient_kernel, grid, arguments, config.back_warps)
 
 
@@ -626,13 +635,14 @@ def backward(
     factors, factors_bar = (prefixes, suffixes, None), (prefixes_bar.clone(), suffixes_bar.clone(), None)
     weights_bar = [w.new_empty(w.shape) for w in weights]
     biases_bar = [w.new_empty(w.shape[:3]) for w in weights]
+    everything = Chunk(0, 1, 0, problem.batch)
     run(
         [
             chain_backward_launch(
                 problem, config, weights, None, factors, factors_bar,
-                None, None, None, None, weights_bar[0], biases_bar,
+                None, None, None, None, weights_bar[0], biases_bar, everything,
             ),
-            weight_gradient_launch(problem, config, None, None, None, factors, factors_bar, weights_bar),
+            weight_gradient_launch(problem, config, None, None, None, factors, factors_bar, weights_bar, everything),
         ]
     )  # fmt: skip
     return [*weights_bar, *biases_bar]

@@ -16,7 +16,8 @@ hidden biases, contract from the small side: a matrix C of each network, made in
 (channels, summed over as well, are left out). Edges are numbered o = 0, the weights of layer 1; o = 1 … L − 1, the hidden
 biases; o = L, the weights of layer L. The last bias is `invariant.readout_kernel`.
 
-Networks are taken in reverse order: what the launch before touched last is still in cache.
+Networks are taken in reverse order: what the launch before touched last is still in cache. What is used for the last
+time is loaded and stored as a stream (".cs"), so that it does not push out the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from magep_fast.triton_kernels.chain import chain_backward_launch, chain_launch, weight_gradient_launch
 from magep_fast.triton_kernels.invariant import readout_backward_launch, readout_launch
-from magep_fast.triton_kernels.launch import Config, Launch, Problem, block, cdiv, run
+from magep_fast.triton_kernels.launch import Chunk, Config, Launch, Problem, block, cdiv, chunks_of, run
 from magep_fast.triton_kernels.tiles import (
     activated,
     connection_at,
@@ -47,10 +48,11 @@ from magep_fast.triton_kernels.tiles import (
 @triton.jit
 def middle_tiles(
     weights, psi, prefixes, suffixes, widths, batch, d, b, i, dd, j, k,
-    N_0: tl.constexpr, N_L: tl.constexpr, COMPUTE: tl.constexpr,
+    N_0: tl.constexpr, N_L: tl.constexpr, COMPUTE: tl.constexpr, CACHE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """W_i, [WW] and [bW] at channels dd and positions (j, k): each [BLOCK_D, BLOCK_J · BLOCK_K]."""
+    """W_i, [WW] and [bW] at channels dd and positions (j, k): each [BLOCK_D, BLOCK_J · BLOCK_K]. CACHE says how W_i is
+    loaded."""
     L: tl.constexpr = len(weights)
     n = number(widths, i)
     m = number(widths, i - 1)
@@ -60,6 +62,7 @@ def middle_tiles(
         pick(weights, i - 1) + item.to(tl.int64)[:, None, None] * (n * m) + (j[:, None] * m + k[None, :])[None, :, :],
         mask=(dd < d)[:, None, None] & (j < n)[None, :, None] & (k < m)[None, None, :],
         other=0.0,
+        cache_modifier=CACHE,
     )
     left = prefixes + prefix_at(widths, i, items, item, N_0)
     bias = tl.load(
@@ -189,7 +192,7 @@ def mix_middle(
         dd = d_0 + tl.arange(0, BLOCK_D)
         weight, product, outer = middle_tiles(
             weights, psi, prefixes, suffixes, widths, batch, d, b, i, dd, j, k,
-            N_0, N_L, COMPUTE, BLOCK_D, BLOCK_Q, BLOCK_J, BLOCK_K,
+            N_0, N_L, COMPUTE, ".cs", BLOCK_D, BLOCK_Q, BLOCK_J, BLOCK_K,
         )  # fmt: skip
         phi = matrix + ee[:, None] * (3 * d) + dd[None, :]
         inside = (ee < e)[:, None] & (dd < d)[None, :]
@@ -201,8 +204,9 @@ def mix_middle(
     inside_3 = (ee < e)[:, None, None] & (j < n)[None, :, None] & (k < m)[None, None, :]
     out = pick(outputs, i - 1)
     if KEEP:
-        tl.store(pick(arguments, i - 1) + at, result.to(out.dtype.element_ty), mask=inside_3)
-    tl.store(out + at, activated(result, ACTIVATION).to(out.dtype.element_ty), mask=inside_3)
+        tl.store(pick(arguments, i - 1) + at, result.to(out.dtype.element_ty), mask=inside_3, cache_modifier=".cs")
+    value = activated(result, ACTIVATION).to(out.dtype.element_ty)
+    tl.store(out + at, value, mask=inside_3, cache_modifier=".cs")
 
 
 @triton.jit
@@ -241,8 +245,9 @@ def mix_edge(
     index = tl.where(o == 0, 0, tl.where(o == L, L - 1, L + o - 1))
     out = pick(outputs, index)
     if KEEP:
-        tl.store(pick(arguments, index) + at, sums.to(out.dtype.element_ty), mask=inside_2)
-    tl.store(out + at, activated(sums, ACTIVATION).to(out.dtype.element_ty), mask=inside_2)
+        tl.store(pick(arguments, index) + at, sums.to(out.dtype.element_ty), mask=inside_2, cache_modifier=".cs")
+    value = activated(sums, ACTIVATION).to(out.dtype.element_ty)
+    tl.store(out + at, value, mask=inside_2, cache_modifier=".cs")
 
 
 @triton.jit
@@ -253,26 +258,31 @@ def mix_kernel(
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_Z: tl.constexpr,
 ):  # fmt: skip
-    """All outputs but the last bias; KEEP: the arguments of the activation too. Grid: networks × tiles of a network."""
+    """All outputs but the last bias; KEEP: the arguments of the activation too.
+
+    Grid: networks × tiles of middle layers, then networks × tiles of edges, which find the factors in cache.
+    """
     L: tl.constexpr = len(weights)
     middle = 0
     e_blocks = tl.cdiv(e, BLOCK_E)
     for layer in tl.static_range(2, L):
         middle += e_blocks * tl.cdiv(widths[layer], BLOCK_J) * tl.cdiv(widths[layer - 1], BLOCK_K)
-    total = middle
+    edges = 0
     for k in tl.static_range(L + 1):
         _, rows, positions, _ = edge(tl.full((), k, tl.int32), widths, e, L, N_0, N_L)
-        total += tl.cdiv(rows, BLOCK_R) * tl.cdiv(positions, BLOCK_Y)
-    b = batch - 1 - tl.program_id(0) // total
-    tile = tl.program_id(0) % total
-    if tile < middle:
+        edges += tl.cdiv(rows, BLOCK_R) * tl.cdiv(positions, BLOCK_Y)
+    pid = tl.program_id(0)
+    if pid < batch * middle:
         mix_middle(
-            weights, matrices, psi, prefixes, suffixes, outputs, arguments, widths, batch, d, e, b, tile,
+            weights, matrices, psi, prefixes, suffixes, outputs, arguments, widths, batch, d, e,
+            batch - 1 - pid // middle, pid % middle,
             N_0, N_L, ACTIVATION, KEEP, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_E, BLOCK_Q, BLOCK_J, BLOCK_K,
         )  # fmt: skip
     else:
+        pid -= batch * middle
         mix_edge(
-            matrices, prefixes, suffixes, connections, outputs, arguments, widths, batch, d, e, b, tile - middle,
+            matrices, prefixes, suffixes, connections, outputs, arguments, widths, batch, d, e,
+            batch - 1 - pid // edges, pid % edges,
             N_0, N_L, ACTIVATION, KEEP, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_R, BLOCK_Y, BLOCK_Z,
         )  # fmt: skip
 
@@ -509,47 +519,9 @@ def edge_backward(
 
 
 @triton.jit
-def mix_backward_kernel(
-    matrices, psi, prefixes, suffixes, connections, grads, kept,
-    prefixes_bar, suffixes_bar, connections_bar, left_bar, right_bar, widths, batch, d, e,
-    N_0: tl.constexpr, N_L: tl.constexpr, ACTIVATION: tl.constexpr,
-    OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_SHORT: tl.constexpr, BLOCK_LONG: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_Z: tl.constexpr,
-):  # fmt: skip
-    """The gradients that reach the factors directly, as `chain.chain_backward_kernel` takes them.
-
-    Of a middle layer, by programs that own rows j and sum over k, and programs that own columns k and sum over j:
-        Ū[p, j] = Σ_k [WW]‾[j, k] S[p, k]       b̄[j] = Σ_k [bW]‾[j, k] (ψ S)[k]
-        S̄[p, k] = Σ_j [WW]‾[j, k] U[j, p]       (ψ S)‾[k] = Σ_j [bW]‾[j, k] b[j]
-    Of an edge, by programs that own a row x:
-        Ȳ[x, y] = Σ_r C[r, x] ō[r, y]           T̄[x, z] = Σ_r Φ'[r, z] Σ_y ō[r, y] Y[x, y]
-    Grid: networks × programs of a network.
-    """
-    L: tl.constexpr = len(widths) - 1
-    d_blocks = tl.cdiv(d, BLOCK_D)
-    middle = 0
-    for layer in tl.static_range(2, L):
-        middle += d_blocks * (tl.cdiv(widths[layer], BLOCK_SHORT) + tl.cdiv(widths[layer - 1], BLOCK_SHORT))
-    total = middle + d_blocks * (N_L + (L - 1) * N_0 + L * (L - 1) // 2)
-    b = batch - 1 - tl.program_id(0) // total
-    tile = tl.program_id(0) % total
-    if tile < middle:
-        middle_backward(
-            matrices, psi, prefixes, suffixes, grads, kept, suffixes_bar, left_bar, right_bar, widths, batch, d, e, b, tile,
-            N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_E, BLOCK_Q, BLOCK_SHORT, BLOCK_LONG,
-        )  # fmt: skip
-    else:
-        edge_backward(
-            matrices, prefixes, suffixes, connections, grads, kept, prefixes_bar, suffixes_bar, connections_bar,
-            widths, batch, d, e, b, tile - middle,
-            N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_R, BLOCK_Y, BLOCK_Z,
-        )  # fmt: skip
-
-@triton.jit
 def middle_parameters(
-    weights, psi, prefixes, suffixes, grads, kept, partials, sizes, splits, widths, batch, d, e, tile,
+    weights, psi, prefixes, suffixes, grads, kept, partials, sizes, splits, chunk, chunks, first, count,
+    widths, batch, d, e, tile,
     N_0: tl.constexpr, N_L: tl.constexpr, ACTIVATION: tl.constexpr,
     OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -563,7 +535,7 @@ def middle_parameters(
     m = number(widths, i - 1)
     j_blocks = tl.cdiv(n, BLOCK_J)
     k_blocks = tl.cdiv(m, BLOCK_K)
-    count = number(splits, 2 * i - 2)
+    parts = number(splits, 2 * i - 2)
     split = tile // (e_blocks * d_blocks * layers)
     ee = tile % e_blocks * BLOCK_E + tl.arange(0, BLOCK_E)
     dd = tile // e_blocks % d_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -571,15 +543,15 @@ def middle_parameters(
     weight_bar = tl.zeros((BLOCK_E, BLOCK_D), COMPUTE)
     product_bar = tl.zeros((BLOCK_E, BLOCK_D), COMPUTE)
     outer_bar = tl.zeros((BLOCK_E, BLOCK_D), COMPUTE)
-    everything = batch.to(tl.int64) * (j_blocks * k_blocks)
-    for step in range(everything * split // count, everything * (split + 1) // count):
-        b = (step // (j_blocks * k_blocks)).to(tl.int32)
+    everything = count.to(tl.int64) * (j_blocks * k_blocks)
+    for step in range(everything * split // parts, everything * (split + 1) // parts):
+        b = first + (step // (j_blocks * k_blocks)).to(tl.int32)
         place = (step % (j_blocks * k_blocks)).to(tl.int32)
         j = place // k_blocks * BLOCK_J + tl.arange(0, BLOCK_J)
         k = place % k_blocks * BLOCK_K + tl.arange(0, BLOCK_K)
         weight, product, outer = middle_tiles(
             weights, psi, prefixes, suffixes, widths, batch, d, b, i, dd, j, k,
-            N_0, N_L, COMPUTE, BLOCK_D, BLOCK_Q, BLOCK_J, BLOCK_K,
+            N_0, N_L, COMPUTE, "", BLOCK_D, BLOCK_Q, BLOCK_J, BLOCK_K,
         )  # fmt: skip
         at = (b.to(tl.int64) * e + ee)[:, None, None] * (n * m) + (j[:, None] * m + k[None, :])[None, :, :]
         inside = (ee < e)[:, None, None] & (j < n)[None, :, None] & (k < m)[None, None, :]
@@ -589,7 +561,7 @@ def middle_parameters(
         weight_bar = dot(bar, tl.trans(weight), weight_bar, OPERAND, PRECISION)
         product_bar = dot(bar, tl.trans(product), product_bar, OPERAND, PRECISION)
         outer_bar = dot(bar, tl.trans(outer), outer_bar, OPERAND, PRECISION)
-    to = partials + partial_at(2 * i - 2, split, sizes, splits) + ee[:, None] * (3 * d) + dd[None, :]
+    to = partials + partial_at(2 * i - 2, chunk, split, sizes, splits, chunks) + ee[:, None] * (3 * d) + dd[None, :]
     inside_2 = (ee < e)[:, None] & (dd < d)[None, :]
     tl.store(to, weight_bar, mask=inside_2)
     tl.store(to + d, product_bar, mask=inside_2)
@@ -598,7 +570,8 @@ def middle_parameters(
 
 @triton.jit
 def edge_parameters(
-    prefixes, suffixes, connections, grads, kept, partials, sizes, splits, widths, batch, d, e, tile,
+    prefixes, suffixes, connections, grads, kept, partials, sizes, splits, chunk, chunks, first, count,
+    widths, batch, d, e, tile,
     N_0: tl.constexpr, N_L: tl.constexpr, ACTIVATION: tl.constexpr,
     OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_Y: tl.constexpr,
@@ -617,27 +590,27 @@ def edge_parameters(
         index = tl.where(o == L, 2 * L - 2, 2 * o - 1)
         slots = tl.where(o == L, 3 * N_L, 3 * N_0 + i)
     r_blocks = tl.cdiv(rows, BLOCK_R)
-    count = number(splits, index)
+    parts = number(splits, index)
     dd = tile % d_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     slot = tile // d_blocks % slots
     r = tile // (d_blocks * slots) % r_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
     split = tile // (d_blocks * slots * r_blocks)
     is_last = o == L
-    first = tl.where(is_last, N_L, N_0)
+    small = tl.where(is_last, N_L, N_0)
     X = tl.where(is_last, N_L, N_0 + i)
     # Which rows of Y a block of columns meets, and with which weights: one row as it is, or several through T.
-    through_T = (slot >= first) & (slot < 3 * first)
-    is_bias = through_T & (slot >= 2 * first) & (o < L)
-    z = tl.where(is_bias, slot - 2 * first, tl.where(through_T, slot - first, 0))
-    x_first = tl.where(slot < first, slot, tl.where(is_bias, X - 1, tl.where(through_T, 0, slot - 2 * first)))
-    x_end = tl.where(through_T & (is_bias == 0), first, x_first + 1)
+    through_T = (slot >= small) & (slot < 3 * small)
+    is_bias = through_T & (slot >= 2 * small) & (o < L)
+    z = tl.where(is_bias, slot - 2 * small, tl.where(through_T, slot - small, 0))
+    x_first = tl.where(slot < small, slot, tl.where(is_bias, X - 1, tl.where(through_T, 0, slot - 2 * small)))
+    x_end = tl.where(through_T & (is_bias == 0), small, x_first + 1)
     out_index = tl.where(o == 0, 0, tl.where(is_last, L - 1, L + o - 1))
     grad, values = pick(grads, out_index), pick(kept, out_index)
     y_blocks = tl.cdiv(positions, BLOCK_Y)
     matrix_bar = tl.zeros((BLOCK_R, BLOCK_D), COMPUTE)
-    everything = batch.to(tl.int64) * y_blocks
-    for step in range(everything * split // count, everything * (split + 1) // count):
-        b = (step // y_blocks).to(tl.int32)
+    everything = count.to(tl.int64) * y_blocks
+    for step in range(everything * split // parts, everything * (split + 1) // parts):
+        b = first + (step // y_blocks).to(tl.int32)
         y = (step % y_blocks).to(tl.int32) * BLOCK_Y + tl.arange(0, BLOCK_Y)
         _, _, Z, _, Y_at, T_at = edge_layer(
             prefixes, suffixes, connections, widths, batch, d, b, i, dd, L, N_0, N_L
@@ -645,57 +618,97 @@ def edge_parameters(
         data = tl.zeros((BLOCK_D, BLOCK_Y), COMPUTE)
         for x in range(x_first, x_end):
             Y = load_rows(prefixes, suffixes, Y_at + x * positions, y, (dd < d), positions, is_last)
-            T = tl.load(connections + T_at + (tl.minimum(x, first) * Z + z) * d + dd, mask=dd < d, other=0.0)
+            T = tl.load(connections + T_at + (tl.minimum(x, small) * Z + z) * d + dd, mask=dd < d, other=0.0)
             data += tl.where(through_T, T, 1.0)[:, None] * Y
         bar = load_gradient(
             grad, values, edge_output_at(b, r, y, rows, positions, inner),
             (r < rows)[:, None] & (y < positions)[None, :], COMPUTE, ACTIVATION,
         )  # fmt: skip
         matrix_bar = dot(bar, tl.trans(data), matrix_bar, OPERAND, PRECISION)
-    to = partials + partial_at(index, split, sizes, splits)
+    to = partials + partial_at(index, chunk, split, sizes, splits, chunks)
     to += r.to(tl.int64)[:, None] * (slots * d) + slot * d + dd[None, :]
     tl.store(to, matrix_bar, mask=(r < rows)[:, None] & (dd < d)[None, :])
 
 
 @triton.jit
-def parameter_gradient_kernel(
-    weights, psi, prefixes, suffixes, connections, grads, kept, partials, sizes, splits, widths, batch, d, e,
+def mix_backward_kernel(
+    weights, matrices, psi, prefixes, suffixes, connections, grads, kept,
+    prefixes_bar, suffixes_bar, connections_bar, left_bar, right_bar, partials, sizes, splits, chunk, chunks, first, count,
+    widths, batch, d, e,
     N_0: tl.constexpr, N_L: tl.constexpr, ACTIVATION: tl.constexpr,
     OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_Y: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_E_STEP: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_SHORT: tl.constexpr, BLOCK_LONG: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_R_STEP: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_Y_STEP: tl.constexpr,
+    BLOCK_Z: tl.constexpr,
 ):  # fmt: skip
-    """Φ̄ = Σ ō Xᵀ over networks and positions for all matrices but the last bias, as `splits` partial sums.
+    """The gradients of a chunk of networks, first … first + count − 1, that reach the parameters and, as
+    `chain.chain_backward_kernel` takes them, the factors directly.
 
-    X is the data that an output is linear in: the tiles of a middle layer, or of an edge Y and, for Φ', Σ_x T[x, z] Y[x].
-    Grid: split × middle layer × block of d × block of e, then for each edge split × block of rows × slot × block of d.
-    Splits of middle layers follow the networks, whose data are read once from memory.
+    Of the parameters, Φ̄ = Σ ō Xᵀ over networks and positions, as `splits` partial sums a chunk. X is the data that an
+    output is linear in: the tiles of a middle layer, or of an edge Y and, for Φ', Σ_x T[x, z] Y[x].
+    Of a middle layer, by programs that own rows j and sum over k, and programs that own columns k and sum over j:
+        Ū[p, j] = Σ_k [WW]‾[j, k] S[p, k]       b̄[j] = Σ_k [bW]‾[j, k] (ψ S)[k]
+        S̄[p, k] = Σ_j [WW]‾[j, k] U[j, p]       (ψ S)‾[k] = Σ_j [bW]‾[j, k] b[j]
+    Of an edge, by programs that own a row x:
+        Ȳ[x, y] = Σ_r C[r, x] ō[r, y]           T̄[x, z] = Σ_r Φ'[r, z] Σ_y ō[r, y] Y[x, y]
+
+    Grid: middle layers' split × layer × block of d × block of e; networks × rows and columns of middle layers; edges'
+    split × block of rows × slot × block of d; networks × rows of edges.
     """
-    L: tl.constexpr = len(weights)
+    L: tl.constexpr = len(widths) - 1
     d_blocks = tl.cdiv(d, BLOCK_D)
-    e_blocks = tl.cdiv(e, BLOCK_E)
-    tile = tl.program_id(0)
+    shared = 0
     middle = 0
     for layer in tl.static_range(2, L):
-        middle += splits[2 * layer - 2] * e_blocks * d_blocks
-    if tile < middle:
+        shared += splits[2 * layer - 2] * tl.cdiv(e, BLOCK_E) * d_blocks
+        middle += d_blocks * (tl.cdiv(widths[layer], BLOCK_SHORT) + tl.cdiv(widths[layer - 1], BLOCK_SHORT))
+    shared_edges = 0
+    for k in tl.static_range(L + 1):
+        index: tl.constexpr = 0 if k == 0 else (2 * L - 2 if k == L else 2 * k - 1)
+        slots: tl.constexpr = 3 * N_0 + 1 if k == 0 else (3 * N_L if k == L else 3 * N_0 + k)
+        rows = e * (N_0 if k == 0 else (N_L if k == L else 1))
+        shared_edges += splits[index] * tl.cdiv(rows, BLOCK_R) * slots * d_blocks
+    edges = d_blocks * (N_L + (L - 1) * N_0 + L * (L - 1) // 2)
+    tile = tl.program_id(0)
+    last = first + count - 1
+    if tile < shared:
         middle_parameters(
-            weights, psi, prefixes, suffixes, grads, kept, partials, sizes, splits, widths, batch, d, e, tile,
+            weights, psi, prefixes, suffixes, grads, kept, partials, sizes, splits, chunk, chunks, first, count,
+            widths, batch, d, e, tile,
             N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_E, BLOCK_Q, BLOCK_J, BLOCK_K,
         )  # fmt: skip
-    else:
+    elif tile < shared + count * middle:
+        tile -= shared
+        middle_backward(
+            matrices, psi, prefixes, suffixes, grads, kept, suffixes_bar, left_bar, right_bar, widths, batch, d, e,
+            last - tile // middle, tile % middle,
+            N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION,
+            BLOCK_D, BLOCK_E_STEP, BLOCK_Q, BLOCK_SHORT, BLOCK_LONG,
+        )  # fmt: skip
+    elif tile < shared + count * middle + shared_edges:
         edge_parameters(
-            prefixes, suffixes, connections, grads, kept, partials, sizes, splits, widths, batch, d, e, tile - middle,
+            prefixes, suffixes, connections, grads, kept, partials, sizes, splits, chunk, chunks, first, count,
+            widths, batch, d, e, tile - shared - count * middle,
             N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_R, BLOCK_Y,
         )  # fmt: skip
+    else:
+        tile -= shared + count * middle + shared_edges
+        edge_backward(
+            matrices, prefixes, suffixes, connections, grads, kept, prefixes_bar, suffixes_bar, connections_bar,
+            widths, batch, d, e, last - tile // edges, tile % edges,
+            N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_R_STEP, BLOCK_Y_STEP, BLOCK_Z,
+        )  # fmt: skip
+
 
 @triton.jit
-def partial_at(index, split, sizes, splits):
+def partial_at(index, chunk, split, sizes, splits, chunks):
     """Offset of a share of the gradient of a parameter, as `tiles.sum_kernel` reads them."""
     before = tl.full((), 0, tl.int64)
     for k in tl.static_range(len(sizes)):
         before += tl.where(k < index, tl.full((), 1, tl.int64) * splits[k] * sizes[k], 0)
-    return before + split * number(sizes, index).to(tl.int64)
+    place = chunk * number(splits, index) + split
+    return before * chunks + place * number(sizes, index).to(tl.int64)
 
 
 def mix_launch(
@@ -732,6 +745,7 @@ def mix_launch(
 def mix_backward_launch(
     problem: Problem,
     config: Config,
+    weights: Sequence[Tensor],
     matrices: Sequence[Tensor],
     psi: Tensor,
     factors: Sequence[Tensor],
@@ -740,11 +754,18 @@ def mix_backward_launch(
     factors_bar: Sequence[Tensor],
     left_bar: Tensor,
     right_bar: Tensor,
+    partials: Tensor,
+    chunk: Chunk,
 ) -> Launch:
-    L = problem.L
+    L, d_blocks = problem.L, cdiv(problem.d, config.d)
+    splits = num_splits(problem, config)
     owners = sum(cdiv(n, config.short) + cdiv(m, config.short) for n, m in problem.middle())
     owners += problem.n_L + (L - 1) * problem.n_0 + L * (L - 1) // 2
+    shared = sum(splits[2 * i - 2] for i in range(2, L)) * cdiv(problem.e, config.e)
+    for o, (rows, _, slots) in enumerate(problem.edges()):
+        shared += splits[edge_matrix(o, L)] * cdiv(rows, config.r) * slots
     given = {
+        "weights": tuple(weights),
         "matrices": tuple(matrices),
         "psi": psi,
         **dict(zip(("prefixes", "suffixes", "connections"), factors, strict=True)),
@@ -753,50 +774,26 @@ def mix_backward_launch(
         **dict(zip(("prefixes_bar", "suffixes_bar", "connections_bar"), factors_bar, strict=True)),
         "left_bar": left_bar,
         "right_bar": right_bar,
-        **_common(problem, config),
-        "BLOCK_E": config.e_step,
-        "BLOCK_SHORT": config.short,
-        "BLOCK_LONG": config.long,
-        "BLOCK_R": config.r_step,
-        "BLOCK_Y": config.y_step,
-        "BLOCK_Z": config.z,
-    }
-    grid = (problem.batch * cdiv(problem.d, config.d) * owners,)
-    return Launch(mix_backward_kernel, grid, given, config.back_warps)
-
-
-def parameter_gradient_launch(
-    problem: Problem,
-    config: Config,
-    weights: Sequence[Tensor],
-    psi: Tensor,
-    factors: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    kept: Sequence[Tensor],
-    partials: Tensor,
-    sizes: Sequence[int],
-    splits: Sequence[int],
-) -> Launch:
-    d_blocks = cdiv(problem.d, config.d)
-    programs = sum(splits[2 * i - 2] for i in range(2, problem.L)) * cdiv(problem.e, config.e)
-    for o, (rows, _, slots) in enumerate(problem.edges()):
-        programs += splits[edge_matrix(o, problem.L)] * cdiv(rows, config.r) * slots
-    given = {
-        "weights": tuple(weights),
-        "psi": psi,
-        **dict(zip(("prefixes", "suffixes", "connections"), factors, strict=True)),
-        "grads": tuple(grads),
-        "kept": tuple(kept),
         "partials": partials,
-        "sizes": tuple(sizes),
+        "sizes": tuple(m.numel() for m in matrices[:-1]),
         "splits": tuple(splits),
+        "chunk": chunk.index,
+        "chunks": chunk.chunks,
+        "first": chunk.first,
+        "count": chunk.count,
         **_common(problem, config),
+        "BLOCK_E_STEP": config.e_step,
         "BLOCK_J": config.j,
         "BLOCK_K": config.k,
+        "BLOCK_SHORT": config.short,
+        "BLOCK_LONG": config.long,
         "BLOCK_R": config.r,
+        "BLOCK_R_STEP": config.r_step,
         "BLOCK_Y": config.y,
+        "BLOCK_Y_STEP": config.y_step,
+        "BLOCK_Z": config.z,
     }
-    return Launch(parameter_gradient_kernel, (programs * d_blocks,), given, config.mix_warps)
+    return Launch(mix_backward_kernel, (d_blocks * (shared + chunk.count * owners),), given, config.mix_warps)
 
 
 def edge_matrix(o: int, L: int) -> int:
@@ -885,26 +882,26 @@ def backward(
     right_bar = features.new_empty(problem.section_size(1))
     weights_bar, biases_bar = [w.new_empty(w.shape) for w in weights], [b.new_empty(b.shape) for b in biases]
     matrices_bar, psi_bar = [m.new_empty(m.shape) for m in matrices], psi.new_empty(psi.shape)
-    splits, sizes = num_splits(problem, config), [m.numel() for m in matrices[:-1]]
-    shares = features.new_empty(sum(map(int.__mul__, splits, sizes)) + problem.batch * psi.numel())
-    psi_shares = shares[-problem.batch * psi.numel() :] if problem.batch else shares
-    run(
-        [
-            readout_backward_launch(
-                problem, config, matrices[-1], features, grads[-1], kept[-1], matrices_bar[-1], features_bar
-            ),
-            parameter_gradient_launch(
-                problem, config, weights, psi, factors, grads, kept, shares, sizes, splits
-            ),
+    chunks = chunks_of(problem)
+    splits = [len(chunks) * count for count in num_splits(problem, config)]
+    psi_at = sum(count * m.numel() for count, m in zip(splits, matrices[:-1], strict=True))
+    shares = features.new_empty(psi_at + problem.batch * psi.numel())
+    launches = [
+        readout_backward_launch(
+            problem, config, matrices[-1], features, grads[-1], kept[-1], matrices_bar[-1], features_bar
+        )
+    ]
+    for chunk in chunks:
+        launches += [
             mix_backward_launch(
-                problem, config, matrices, psi, factors, grads, kept, factors_bar, left_bar, right_bar
+                problem, config, weights, matrices, psi, factors, grads, kept, factors_bar, left_bar, right_bar, shares, chunk
             ),
             chain_backward_launch(
-                problem, config, weights, psi, factors, factors_bar,
-                left_bar, right_bar, features_bar, psi_shares, weights_bar[0], biases_bar,
+                problem, config, weights, psi, factors, factors_bar, left_bar, right_bar, features_bar,
+                shares[psi_at:], weights_bar[0], biases_bar, chunk,
             ),
-            weight_gradient_launch(problem, config, matrices, grads, kept, factors, factors_bar, weights_bar),
-            sum_launch(problem, shares, [*matrices_bar[:-1], psi_bar], [*splits, problem.batch]),
-        ]
-    )  # fmt: skip
+            weight_gradient_launch(problem, config, matrices, grads, kept, factors, factors_bar, weights_bar, chunk),
+        ]  # fmt: skip
+    launches.append(sum_launch(problem, shares, [*matrices_bar[:-1], psi_bar], [*splits, problem.batch]))
+    run(launches)
     return [*weights_bar, *biases_bar, *matrices_bar, psi_bar]

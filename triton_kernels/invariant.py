@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from magep_fast.triton_kernels.chain import chain_backward_launch, chain_launch, weight_gradient_launch
-from magep_fast.triton_kernels.launch import Config, Launch, Problem, block, cdiv, run
+from magep_fast.triton_kernels.launch import Chunk, Config, Launch, Problem, block, cdiv, run
 from magep_fast.triton_kernels.tiles import activated, dot, load_gradient, sum_launch
 
 
@@ -216,14 +216,15 @@ def backward(
     weights_bar, biases_bar = [w.new_empty(w.shape) for w in weights], [b.new_empty(b.shape) for b in biases]
     matrix_bar, psi_bar = matrix.new_empty(matrix.shape), psi.new_empty(psi.shape)
     factors, factors_bar = (prefixes, None, connections), (prefixes_bar, None, connections_bar)
+    everything = Chunk(0, 1, 0, problem.batch)
     run(
         [
             readout_backward_launch(problem, config, matrix, features, grad, grad, matrix_bar, features_bar),
             chain_backward_launch(
                 problem, config, weights, psi, factors, factors_bar,
-                None, None, features_bar, shares, weights_bar[0], biases_bar,
+                None, None, features_bar, shares, weights_bar[0], biases_bar, everything,
             ),
-            weight_gradient_launch(problem, config, None, None, None, factors, factors_bar, weights_bar),
+            weight_gradient_launch(problem, config, None, None, None, factors, factors_bar, weights_bar, everything),
             sum_launch(problem, shares, [psi_bar], [problem.batch]),
         ]
     )  # fmt: skip

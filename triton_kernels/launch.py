@@ -134,6 +134,33 @@ class Problem:
         return [(self.widths[i], self.widths[i - 1]) for i in range(2, self.L)]
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Networks first … first + count − 1, the index-th of so many chunks."""
+
+    index: int
+    chunks: int
+    first: int
+    count: int
+
+
+CACHE = 32 << 20
+"""Bytes that the last-level cache of any GPU meant here holds for sure."""
+
+
+def chunks_of(problem: Problem) -> list[Chunk]:
+    """The networks that a backward pass takes together: all, or one half after the other if weights, output gradients,
+    factors and their gradients, each read by several launches, are more than a cache holds."""
+    n = problem.widths
+    features = sum((problem.d + problem.e) * n[i] * (n[i - 1] + 1) for i in range(1, problem.L + 1))
+    factors = problem.prefix_size + problem.section_size(2 * problem.n_L)
+    size = problem.batch * features * problem.dtype.itemsize + 2 * factors * problem.compute_dtype.itemsize
+    if size <= CACHE or problem.batch < 2:
+        return [Chunk(0, 1, 0, problem.batch)]
+    half = cdiv(problem.batch, 2)
+    return [Chunk(0, 2, 0, half), Chunk(1, 2, half, problem.batch - half)]
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
