@@ -48,18 +48,32 @@ ASSUMPTIONS = (
     f"Every launch, and every torch op that is not a view, costs {LAUNCH_SECONDS * 1e6:.0f} µs and then the longer of its "
     "arithmetic and its memory traffic.",
     "Memory traffic is what misses one least-recently-used cache as large as the GPU's last level (A100 and H100 L2, MI300X "
-    "Infinity Cache), empty at first; what was written is written back when it leaves, and all of it in the end.",
+    "Infinity Cache), empty at first; what was written is written back when it leaves, and all of it in the end. Streams "
+    "(.cs) leave at once.",
     "Programs run in the order of their numbers, and those that share data at about the same time.",
 )
 
 
+Part = tuple[Hashable, int]
+"""Something in memory and its size in bytes."""
+
+Access = tuple[Hashable, int, bool, bool]
+"""A part, whether it is written, and whether as a stream, which does not stay in the cache."""
+
+
 @dataclass
 class Launch:
-    """One kernel: its flops and what it reads (False) and writes (True), as (what, bytes, written) in order."""
+    """One kernel: its flops and, in order, what it reads and writes, how much, and whether as a stream."""
 
     name: str
     flops: float
-    accesses: list[tuple[Hashable, int, bool]] = field(default_factory=list)
+    accesses: list[Access] = field(default_factory=list)
+
+    def read(self, *parts: Part, stream: bool = False) -> None:
+        self.accesses += [(*part, False, stream) for part in parts]
+
+    def write(self, *parts: Part, stream: bool = False) -> None:
+        self.accesses += [(*part, True, stream) for part in parts]
 
 
 class Cache:
@@ -69,11 +83,14 @@ class Cache:
         self.capacity, self.used, self.traffic = capacity, 0, 0
         self.lines: OrderedDict[Hashable, tuple[int, bool]] = OrderedDict()
 
-    def access(self, what: Hashable, size: int, written: bool) -> None:
+    def access(self, what: Hashable, size: int, written: bool, stream: bool) -> None:
         before, dirty = self.lines.pop(what, (0, False))
         self.used -= before
         if not written:
             self.traffic += max(0, size - before)
+        if stream:
+            self.traffic += max(size * written, before * dirty)
+            return
         self.lines[what] = max(size, before), dirty or written
         self.used += max(size, before)
         while self.used > self.capacity:
@@ -129,7 +146,7 @@ class _Trace(TorchDispatchMode):
                 if isinstance(x, Tensor) and x.numel():
                     # An expanded tensor has few numbers in memory.
                     size = min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
-                    launch.accesses.append((x.untyped_storage().data_ptr(), size, written))
+                    launch.accesses.append((x.untyped_storage().data_ptr(), size, written, False))
         self.launches.append(launch)
         return result
 
@@ -213,7 +230,7 @@ class TritonCount:
 
     def __init__(self, shape: Shape):
         from magep_fast.triton_kernels.equivariant import num_splits
-        from magep_fast.triton_kernels.launch import Problem, default_config
+        from magep_fast.triton_kernels.launch import Problem, chunks_of, default_config
 
         self.sizes = s = Sizes(shape)
         self.B, self.L, self.d, self.e, self.n = shape.batch_size, s.L, s.d, s.e, s.n
@@ -221,105 +238,84 @@ class TritonCount:
         self.problem = Problem(self.B, self.d, self.e, self.n, torch.float32)
         self.config = default_config(self.problem)
         self.splits = num_splits(self.problem, self.config)
-        self.hidden, self.middle = range(1, self.L), range(2, self.L)
+        self.chunks = [range(chunk.first, chunk.first + chunk.count) for chunk in chunks_of(self.problem)]
+        self.layers, self.hidden, self.middle = range(1, self.L + 1), range(1, self.L), range(2, self.L)
 
     # One network's part of a factor, or of a gradient of it: `bar` is "" or "_bar".
-    def A(self, i: int, b: int, bar: str = "") -> tuple[Hashable, int]:
+    def A(self, i: int, b: int, bar: str = "") -> Part:
         return ("A" + bar, i, b), 4 * self.d * (self.n_0 + i) * self.n[i]
 
-    def S(self, t: int, b: int, bar: str = "") -> tuple[Hashable, int]:
+    def S(self, t: int, b: int, bar: str = "") -> Part:
         return ("S" + bar, t, b), 4 * self.d * self.n_L * self.n[t]
 
-    def G(self, i: int, b: int, bar: str = "") -> tuple[Hashable, int]:
+    def U_bar(self, i: int, b: int) -> Part:
+        return ("U_bar", i, b), 4 * self.d * (self.n_L + 1) * self.n[i]
+
+    def g_bar(self, t: int, b: int) -> Part:
+        return ("g_bar", t, b), 4 * self.d * self.n[t]
+
+    def G(self, i: int, b: int, bar: str = "") -> Part:
         return ("G" + bar, i, b), 4 * self.d * (self.n_0 + 1) * self.n_0
 
-    def H(self, b: int, bar: str = "") -> tuple[Hashable, int]:
+    def H(self, b: int, bar: str = "") -> Part:
         return ("H" + bar, b), 4 * self.d * 2 * self.n_L**2
 
-    def F(self, b: int, bar: str = "") -> tuple[Hashable, int]:
+    def F(self, b: int, bar: str = "") -> Part:
         return ("F" + bar, b), 4 * self.sizes.readout
 
-    def feature(self, what: str, i: int, b: int) -> tuple[Hashable, int]:
+    def feature(self, what: str, i: int, b: int) -> Part:
         """Weights and biases that come in or go out, and their gradients; there are as many channels out as in."""
         return (what, i, b), 4 * (self.sizes.bias(i) if "bias" in what else self.sizes.weight(i))
 
-    def matrix(self, what: str, i: int, bar: str = "") -> tuple[Hashable, int]:
+    def matrix(self, what: str, i: int, bar: str = "") -> Part:
         return ("matrix_" + what + bar, i), 4 * self.sizes.matrix(what, i)
 
-    def launches(self, kind: str) -> dict[str, list[Launch]]:
-        if kind == "equivariant":
-            forward = [self.chain(True), self.mix(), self.readout("equivariant")]
-            backward = [
-                self.readout_backward("equivariant"),
-                self.parameter_gradient(),
-                self.mix_backward(),
-                self.chain_backward(True),
-                self.weight_gradient(True),
-                self.sum(True),
-            ]
-        else:
-            forward = [self.chain(False), self.readout("invariant")]
-            backward = [
-                self.readout_backward("invariant"),
-                self.chain_backward(False),
-                self.weight_gradient(False),
-                self.sum(False),
-            ]
-        return {"forward": forward, "both": forward + backward}
+    def share(self, what: str, i: int, chunk: int) -> Part:
+        splits = self.splits[2 * i - (2 if what == "weight" else 1)]
+        return ("share_" + what, i, chunk), 4 * splits * self.sizes.matrix(what, i)
 
-    def psi(self, mix: bool) -> tuple[Hashable, int]:
+    def psi(self, mix: bool) -> Part:
         return "psi", 4 * self.sizes.psi(mix)
 
+    def launches(self, kind: str) -> dict[str, list[Launch]]:
+        mix = kind == "equivariant"
+        forward = [self.chain(mix), *([self.mix()] if mix else []), self.readout(mix)]
+        backward = [self.readout_backward(mix)]
+        for k, networks in enumerate(self.chunks if mix else [range(self.B)]):
+            backward += [self.mix_backward(k, networks)] if mix else []
+            backward += [self.chain_backward(mix, networks), self.weight_gradient(mix, networks)]
+        return {"forward": forward, "both": [*forward, *backward, self.sum(mix)]}
+
     def chain_flops(self, suffix: bool) -> float:
+        """Of one network."""
         columns = sum(
             self.n[i] * self.n[i - 1] * (self.n_0 + i - 1 + (self.n_L if suffix and i < self.L else 0))
             for i in range(2, self.L + 1)
         )
         small = self.n_0 * self.n_L * (self.n_0 + 1) * (self.L if suffix else 1) + self.n_L * self.n_0**2
-        return 2.0 * self.B * self.d * (columns + small)
+        return 2.0 * self.d * (columns + small)
 
-    def chain(self, suffix: bool) -> Launch:
-        launch = Launch("chain", self.chain_flops(suffix))
-        to = launch.accesses
+    def chain(self, mix: bool) -> Launch:
+        launch = Launch("chain", self.B * self.chain_flops(mix))
         for b in range(self.B):
-            to.append((*self.psi(suffix), False))
-            for i in range(1, self.L + 1):
-                to.append((*self.feature("weight", i, b), False))
-                to.append((*self.feature("bias", i, b), False))
+            launch.read(self.psi(mix))
+            for i in self.layers:
+                launch.read(self.feature("weight", i, b), self.feature("bias", i, b))
                 if i > 1:
-                    to.append((*self.A(i - 1, b), False))
-                to.append((*self.A(i, b), True))
-            for i in range(1, self.L + 1) if suffix else [self.L]:
-                to.append((*self.G(i, b), True))
-            to.append((*self.F(b), True))
-            if suffix:
-                to.append((*self.H(b), True))
-                for t in range(self.L - 1, 0, -1):
-                    to.append((*self.feature("weight", t + 1, b), False))
-                    to.append((*self.S(t, b), True))
+                    launch.read(self.A(i - 1, b))
+                launch.write(self.A(i, b))
+            launch.write(self.F(b), *(self.G(i, b) for i in (self.layers if mix else [self.L])))
+            if mix:
+                launch.write(self.H(b))
+                for t in reversed(self.hidden):
+                    launch.read(self.feature("weight", t + 1, b))
+                    launch.write(self.S(t, b))
         return launch
 
-    def mix(self) -> Launch:
-        B, d, e, n = self.B, self.d, self.e, self.n
-        e_blocks = -(-e // self.config.e)
-        flops = 0.0
-        for i in self.middle:
-            make = (self.n_L + self.n_0 * self.n_L / self.config.k + 2) * e_blocks
-            flops += 2 * d * n[i] * n[i - 1] * (3 * e + make)
-        flops += sum(self.edge_flops(rows, x, y, z, self.config.y) for rows, x, y, z in self.edges())
-        launch = Launch("mix", B * flops)
-        to = launch.accesses
-        for b in reversed(range(B)):
-            to.append((*self.psi(True), False))
-            for i in self.middle:
-                to += [(*x, False) for x in (self.matrix("weight", i), self.feature("weight", i, b))]
-                to += [(*x, False) for x in (self.A(i, b), self.S(i - 1, b))]
-                to.append((*self.feature("out_weight", i, b), True))
-            self.read_edges(to, b)
-            to.append((*self.feature("out_weight", 1, b), True))
-            to += [(*self.feature("out_bias", i, b), True) for i in self.hidden]
-            to.append((*self.feature("out_weight", self.L, b), True))
-        return launch
+    def middle_flops(self, i: int, products: float) -> float:
+        """Products of channels at every position, and making the tiles of [WW] and [bW], once a block of e."""
+        make = self.n_L + self.n_0 * self.n_L / self.config.k + 2
+        return 2.0 * self.d * self.n[i] * self.n[i - 1] * (products * self.e + make * -(-self.e // self.config.e))
 
     def edges(self) -> list[tuple[int, int, int, int]]:
         """Rows, inner size, positions and products Φ' T of each edge."""
@@ -328,153 +324,140 @@ class TritonCount:
         found += [(e, n_0 + i, n[i], n_0 * (n_0 + 1)) for i in self.hidden]
         return [*found, (e * n_L, n_L, n[self.L - 1], 2 * n_L**2)]
 
-    def edge_flops(self, rows: int, inner: int, positions: int, products: int, tile: int) -> float:
-        return 2.0 * self.d * rows * (inner * positions + products * -(-positions // tile))
+    def edge_flops(self, tile: int) -> float:
+        """Σ_x C Y and making C, once a tile of positions."""
+        return sum(2.0 * self.d * r * (x * y + products * -(-y // tile)) for r, x, y, products in self.edges())
 
-    def read_edges(self, to: list[tuple[Hashable, int, bool]], b: int) -> None:
+    def mix(self) -> Launch:
+        flops = sum(self.middle_flops(i, 3) for i in self.middle) + self.edge_flops(self.config.y)
+        launch = Launch("mix", self.B * flops)
+        for b in reversed(range(self.B)):
+            launch.read(self.psi(True))
+            for i in self.middle:
+                launch.read(self.matrix("weight", i), self.A(i, b), self.S(i - 1, b))
+                launch.read(self.feature("weight", i, b), stream=True)
+                launch.write(self.feature("out_weight", i, b), stream=True)
+        for b in reversed(range(self.B)):
+            self.read_edges(launch, b)
+            launch.write(*(self.feature("out_weight", i, b) for i in (1, self.L)), stream=True)
+            launch.write(*(self.feature("out_bias", i, b) for i in self.hidden), stream=True)
+        return launch
+
+    def read_edges(self, launch: Launch, b: int) -> None:
         for i in self.hidden:
-            to += [(*x, False) for x in (self.matrix("bias", i), self.A(i, b), self.G(i, b))]
-        to += [(*x, False) for x in (self.matrix("weight", 1), self.matrix("weight", self.L))]
-        to += [(*x, False) for x in (self.S(self.L - 1, b), self.H(b))]
+            launch.read(self.matrix("bias", i), self.A(i, b), self.G(i, b))
+        launch.read(self.matrix("weight", 1), self.matrix("weight", self.L), self.S(self.L - 1, b), self.H(b))
 
-    def readout_rows(self, kind: str) -> int:
-        return self.e * (self.n_L if kind == "equivariant" else 1)
+    def readout_rows(self, mix: bool) -> int:
+        return self.e * self.n_L if mix else self.e
 
-    def readout(self, kind: str) -> Launch:
-        rows, columns = self.readout_rows(kind), self.sizes.readout
+    def readout(self, mix: bool) -> Launch:
+        rows, columns = self.readout_rows(mix), self.sizes.readout
         launch = Launch("readout", 2.0 * self.B * rows * columns)
         for _ in range(-(-self.B // 64)):
-            launch.accesses.append((("matrix_bias", self.L), 4 * rows * columns, False))
-        launch.accesses += [(*self.F(b), False) for b in range(self.B)]
-        launch.accesses.append((("out_bias", self.L), 4 * self.B * rows, True))
+            launch.read((("matrix_bias", self.L), 4 * rows * columns))
+        launch.read(*(self.F(b) for b in range(self.B)))
+        launch.write((("out_bias", self.L), 4 * self.B * rows))
         return launch
 
-    def readout_backward(self, kind: str) -> Launch:
-        rows, columns = self.readout_rows(kind), self.sizes.readout
+    def readout_backward(self, mix: bool) -> Launch:
+        rows, columns = self.readout_rows(mix), self.sizes.readout
         launch = Launch("readout_backward", 4.0 * self.B * rows * columns)
-        to = launch.accesses
-        to.append((("grad_bias", self.L), 4 * self.B * rows, False))
-        to += [(*self.F(b), False) for b in range(self.B)]
-        to.append((("matrix_bias", self.L), 4 * rows * columns, False))
-        to += [(*self.F(b, "_bar"), True) for b in range(self.B)]
-        to.append((("matrix_bias_bar", self.L), 4 * rows * columns, True))
+        launch.read((("grad_bias", self.L), 4 * self.B * rows), *(self.F(b) for b in range(self.B)))
+        for _ in range(-(-self.B // 64)):
+            launch.read((("matrix_bias", self.L), 4 * rows * columns), stream=True)
+        launch.write(*(self.F(b, "_bar") for b in range(self.B)))
+        launch.write((("matrix_bias_bar", self.L), 4 * rows * columns), stream=True)
         return launch
 
-    def parameter_gradient(self) -> Launch:
-        d, e, n, B = self.d, self.e, self.n, self.B
-        flops = sum(
-            2 * d * n[i] * n[i - 1] * (3 * e + (self.n_L + self.n_0 * self.n_L / self.config.k + 2) * -(-e // self.config.e))
-            for i in self.middle
-        )
-        for (rows, _, slots), (_, _, positions, products) in zip(self.problem.edges(), self.edges(), strict=True):
-            flops += 2 * d * positions * (rows * slots + products * -(-rows // self.config.r))
-        launch = Launch("parameter_gradient", B * flops)
-        to = launch.accesses
-        for b in range(B):
-            to.append((*self.psi(True), False))
-            for i in self.middle:
-                to += [(*x, False) for x in (self.feature("grad_weight", i, b), self.feature("weight", i, b))]
-                to += [(*x, False) for x in (self.A(i, b), self.S(i - 1, b))]
-        for i in self.middle:
-            to.append((("share_weight", i), 4 * self.splits[2 * i - 2] * self.sizes.matrix("weight", i), True))
-        for i in self.hidden:
-            for b in range(B):
-                to += [(*x, False) for x in (self.feature("grad_bias", i, b), self.A(i, b), self.G(i, b))]
-            to.append((("share_bias", i), 4 * self.splits[2 * i - 1] * self.sizes.matrix("bias", i), True))
-        for i in (1, self.L):
-            for b in range(B):
-                to.append((*self.feature("grad_weight", i, b), False))
-                to += [(*x, False) for x in ((self.A(1, b), self.G(1, b)) if i == 1 else (self.S(i - 1, b), self.H(b)))]
-            to.append((("share_weight", i), 4 * self.splits[2 * i - 2] * self.sizes.matrix("weight", i), True))
-        return launch
-
-    def mix_backward(self) -> Launch:
-        d, e, n, B = self.d, self.e, self.n, self.B
-        flops = 0.0
+    def mix_backward(self, chunk: int, networks: range) -> Launch:
+        d, e, n = self.d, self.e, self.n
+        flops = 2 * self.edge_flops(self.config.y_step)
         for i in self.middle:
             make = 2 * (self.n_L + 1) + self.n_0 * self.n_L / self.config.short
-            flops += 2 * d * n[i] * n[i - 1] * (4 * e + make)
-        for rows, inner, positions, products in self.edges():
-            flops += self.edge_flops(rows, inner, positions, products, self.config.y_step)
-            flops += 2 * d * rows * (inner * positions + products)
-        launch = Launch("mix_backward", B * flops)
-        to = launch.accesses
-        for b in reversed(range(B)):
-            to.append((*self.psi(True), False))
-            for i in self.middle:
-                to += [(*x, False) for x in (self.matrix("weight", i), self.feature("grad_weight", i, b))]
-                to += [(*x, False) for x in (self.A(i, b), self.S(i - 1, b))]
-                to.append((("U_bar", i, b), 4 * d * (self.n_L + 1) * n[i], True))
-                to.append((*self.S(i - 1, b, "_bar"), True))
-                to.append((("g_bar", i, b), 4 * d * n[i - 1], True))
-            self.read_edges(to, b)
-            to.append((*self.feature("grad_weight", 1, b), False))
-            to.append((*self.feature("grad_weight", self.L, b), False))
+            flops += self.middle_flops(i, 3) + 2 * d * n[i] * n[i - 1] * (4 * e + make)
+        for (rows, positions, slots), (_, _, _, products) in zip(self.problem.edges(), self.edges(), strict=True):
+            flops += 2 * d * positions * (rows * slots + products * -(-rows // self.config.r))
+        launch = Launch("mix_backward", len(networks) * flops)
+        launch.read(self.psi(True))
+        for i in self.hidden:
+            for b in networks:
+                launch.read(self.feature("grad_bias", i, b), self.A(i, b), self.G(i, b))
+            launch.write(self.share("bias", i, chunk), stream=True)
+        for i in (1, self.L):
+            for b in networks:
+                launch.read(self.feature("grad_weight", i, b))
+                launch.read(*((self.A(1, b), self.G(1, b)) if i == 1 else (self.S(i - 1, b), self.H(b))))
+            launch.write(self.share("weight", i, chunk), stream=True)
+        for b in networks:
+            self.read_edges(launch, b)
+            launch.read(*(self.feature("grad_weight", i, b) for i in (1, self.L)))
             for i in self.hidden:
-                to.append((*self.feature("grad_bias", i, b), False))
-                to += [(*x, True) for x in (self.A(i, b, "_bar"), self.G(i, b, "_bar"))]
-            to += [(*x, True) for x in (self.S(self.L - 1, b, "_bar"), self.H(b, "_bar"))]
+                launch.read(self.feature("grad_bias", i, b))
+                launch.write(self.A(i, b, "_bar"), self.G(i, b, "_bar"))
+            launch.write(self.S(self.L - 1, b, "_bar"), self.H(b, "_bar"))
+        for b in networks:
+            for i in self.middle:
+                launch.read(self.matrix("weight", i), self.feature("grad_weight", i, b), self.A(i, b), self.S(i - 1, b))
+                launch.write(self.U_bar(i, b), self.S(i - 1, b, "_bar"), self.g_bar(i - 1, b))
+        for b in reversed(networks):
+            for i in self.middle:
+                launch.read(self.feature("grad_weight", i, b), self.feature("weight", i, b))
+                launch.read(self.A(i, b), self.S(i - 1, b))
+        launch.write(*(self.share("weight", i, chunk) for i in self.middle), stream=True)
         return launch
 
-    def chain_backward(self, mix: bool) -> Launch:
-        launch = Launch("chain_backward", 2 * self.chain_flops(mix))
-        to = launch.accesses
-        for b in range(self.B):
-            to += [(*x, False) for x in (self.psi(mix), self.F(b, "_bar"), self.A(self.L, b))]
-            for i in range(1, self.L + 1) if mix else [self.L]:
-                to += [(*self.G(i, b), False), (*self.G(i, b, "_bar"), i == self.L)]
-            to.append((*self.A(self.L, b, "_bar"), True))
+    def chain_backward(self, mix: bool, networks: range) -> Launch:
+        launch = Launch("chain_backward", 2 * len(networks) * self.chain_flops(mix))
+        for b in networks:
+            launch.read(self.psi(mix), self.F(b, "_bar"), self.A(self.L, b), self.G(self.L, b))
+            launch.write(self.G(self.L, b, "_bar"), self.A(self.L, b, "_bar"))
             if mix:
-                to.append((*self.H(b, "_bar"), False))
+                launch.read(self.H(b, "_bar"), *(self.G(i, b, "_bar") for i in self.hidden))
                 for i in self.middle:
-                    to += [(*self.A(i, b), False), (("U_bar", i, b), 4 * self.d * (self.n_L + 1) * self.n[i], False)]
-            for i in range(self.L, 0, -1):
-                to.append((*self.feature("bias_bar", i, b), True))
-                if i > 1:
-                    to.append((*self.feature("weight", i, b), False))
-                    if mix:
-                        to.append((*self.A(i - 1, b, "_bar"), False))
-                    to.append((*self.A(i - 1, b, "_bar"), True))
-            to.append((*self.feature("weight_bar", 1, b), True))
+                    launch.read(self.A(i, b), self.U_bar(i, b))
+            for i in range(self.L, 1, -1):
+                launch.read(self.feature("weight", i, b))
+                if mix:
+                    launch.read(self.A(i - 1, b, "_bar"))
+                launch.write(self.A(i - 1, b, "_bar"))
+            launch.write(*(self.feature("bias_bar", i, b) for i in self.layers), self.feature("weight_bar", 1, b))
             if mix:
                 for i in self.middle:
-                    to += [(*self.S(i - 1, b), False), (("g_bar", i, b), 4 * self.d * self.n[i - 1], False)]
-                    to += [(*self.S(i - 1, b, "_bar"), False), (*self.feature("weight", i, b), False)]
-                    to += [(*self.S(i, b, "_bar"), False), (*self.S(i, b, "_bar"), True)]
-            to.append((("share_psi", b), 4 * self.sizes.psi(mix), True))
+                    launch.read(self.S(i - 1, b), self.g_bar(i - 1, b), self.S(i - 1, b, "_bar"))
+                    launch.read(self.feature("weight", i, b), stream=True)
+                    launch.read(self.S(i, b, "_bar"))
+                    launch.write(self.S(i - 1, b, "_bar"), self.S(i, b, "_bar"))
+            launch.write((("share_psi", b), 4 * self.sizes.psi(mix)))
         return launch
 
-    def weight_gradient(self, mix: bool) -> Launch:
-        d, e, n = self.d, self.e, self.n
+    def weight_gradient(self, mix: bool, networks: range) -> Launch:
         flops = sum(
-            2 * d * n[i] * n[i - 1] * (self.n_0 + i - 1 + (self.n_L + e * (i < self.L) if mix else 0))
+            2.0 * self.d * self.n[i] * self.n[i - 1] * (self.n_0 + i - 1 + (self.n_L + self.e * (i < self.L) if mix else 0))
             for i in range(2, self.L + 1)
         )
-        launch = Launch("weight_gradient", float(self.B * flops))
-        to = launch.accesses
-        for b in reversed(range(self.B)):
+        launch = Launch("weight_gradient", len(networks) * flops)
+        for b in reversed(networks):
             for i in range(2, self.L + 1):
                 if mix and i < self.L:
-                    to += [(*x, False) for x in (self.matrix("weight", i), self.feature("grad_weight", i, b))]
-                    to.append((*self.S(i, b), False))
-                to += [(*x, False) for x in (self.A(i, b, "_bar"), self.A(i - 1, b))]
+                    launch.read(self.matrix("weight", i), self.feature("grad_weight", i, b), self.S(i, b))
+                launch.read(self.A(i, b, "_bar"), self.A(i - 1, b))
                 if mix:
-                    to.append((*self.S(i - 1, b, "_bar"), False))
-                to.append((*self.feature("weight_bar", i, b), True))
+                    launch.read(self.S(i - 1, b, "_bar"))
+                launch.write(self.feature("weight_bar", i, b), stream=True)
         return launch
 
     def sum(self, mix: bool) -> Launch:
-        to: list[tuple[Hashable, int, bool]] = []
-        flops = float(self.B * self.sizes.psi(mix))
-        names = [(x, i) for i in range(1, self.L + 1) for x in ("weight", "bias")][:-1] if mix else []
-        for k, (name, i) in enumerate(names):
-            size = self.sizes.matrix(name, i)
-            to.append(((f"share_{name}", i), 4 * self.splits[k] * size, False))
-            to.append((*self.matrix(name, i, "_bar"), True))
-            flops += self.splits[k] * size
-        to += [(("share_psi", b), 4 * self.sizes.psi(mix), False) for b in range(self.B)]
-        to.append(("psi_bar", 4 * self.sizes.psi(mix), True))
-        return Launch("sum", flops, to)
+        launch = Launch("sum", float(self.B * self.sizes.psi(mix)))
+        names = [(name, i) for i in self.layers for name in ("weight", "bias")][:-1] if mix else []
+        for name, i in names:
+            for chunk in range(len(self.chunks)):
+                launch.read(self.share(name, i, chunk))
+                launch.flops += self.share(name, i, chunk)[1] / 4
+            launch.write(self.matrix(name, i, "_bar"))
+        launch.read(*((("share_psi", b), 4 * self.sizes.psi(mix)) for b in range(self.B)))
+        launch.write(("psi_bar", 4 * self.sizes.psi(mix)))
+        return launch
 
 
 COUNTS: dict[str, Callable[[str, Shape], dict[str, list[Launch]]]] = {

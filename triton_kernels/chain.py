@@ -220,7 +220,7 @@ def _suffix_backward(
         after_bar = suffixes_bar + section_at(widths, t + 1, items, item, N_L)
         gemm(
             S_bar, m, 1, W, 1, m, after_bar, n, 1, N_L, n, m,
-            True, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
+            True, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K, ".cs",
         )  # fmt: skip
 
 

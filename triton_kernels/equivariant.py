@@ -545,7 +545,7 @@ def middle_parameters(
     outer_bar = tl.zeros((BLOCK_E, BLOCK_D), COMPUTE)
     everything = count.to(tl.int64) * (j_blocks * k_blocks)
     for step in range(everything * split // parts, everything * (split + 1) // parts):
-        b = first + (step // (j_blocks * k_blocks)).to(tl.int32)
+        b = first + count - 1 - (step // (j_blocks * k_blocks)).to(tl.int32)
         place = (step % (j_blocks * k_blocks)).to(tl.int32)
         j = place // k_blocks * BLOCK_J + tl.arange(0, BLOCK_J)
         k = place % k_blocks * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -563,9 +563,9 @@ def middle_parameters(
         outer_bar = dot(bar, tl.trans(outer), outer_bar, OPERAND, PRECISION)
     to = partials + partial_at(2 * i - 2, chunk, split, sizes, splits, chunks) + ee[:, None] * (3 * d) + dd[None, :]
     inside_2 = (ee < e)[:, None] & (dd < d)[None, :]
-    tl.store(to, weight_bar, mask=inside_2)
-    tl.store(to + d, product_bar, mask=inside_2)
-    tl.store(to + 2 * d, outer_bar, mask=inside_2)
+    tl.store(to, weight_bar, mask=inside_2, cache_modifier=".cs")
+    tl.store(to + d, product_bar, mask=inside_2, cache_modifier=".cs")
+    tl.store(to + 2 * d, outer_bar, mask=inside_2, cache_modifier=".cs")
 
 
 @triton.jit
@@ -627,14 +627,14 @@ def edge_parameters(
         matrix_bar = dot(bar, tl.trans(data), matrix_bar, OPERAND, PRECISION)
     to = partials + partial_at(index, chunk, split, sizes, splits, chunks)
     to += r.to(tl.int64)[:, None] * (slots * d) + slot * d + dd[None, :]
-    tl.store(to, matrix_bar, mask=(r < rows)[:, None] & (dd < d)[None, :])
+    tl.store(to, matrix_bar, mask=(r < rows)[:, None] & (dd < d)[None, :], cache_modifier=".cs")
 
 
 @triton.jit
 def mix_backward_kernel(
     weights, matrices, psi, prefixes, suffixes, connections, grads, kept,
-    prefixes_bar, suffixes_bar, connections_bar, left_bar, right_bar, partials, sizes, splits, chunk, chunks, first, count,
-    widths, batch, d, e,
+    prefixes_bar, suffixes_bar, connections_bar, left_bar, right_bar, partials, sizes, splits, shared_edges,
+    chunk, chunks, first, count, widths, batch, d, e,
     N_0: tl.constexpr, N_L: tl.constexpr, ACTIVATION: tl.constexpr,
     OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_E_STEP: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -653,51 +653,43 @@ def mix_backward_kernel(
     Of an edge, by programs that own a row x:
         Ȳ[x, y] = Σ_r C[r, x] ō[r, y]           T̄[x, z] = Σ_r Φ'[r, z] Σ_y ō[r, y] Y[x, y]
 
-    Grid: middle layers' split × layer × block of d × block of e; networks × rows and columns of middle layers; edges'
-    split × block of rows × slot × block of d; networks × rows of edges.
+    Grid: edges' split × block of rows × slot × block of d, shared_edges in all; networks × rows of edges; networks × rows and columns of middle
+    layers; and in reverse order of networks, so that weights are the last thing touched, middle layers' split × layer ×
+    block of d × block of e.
     """
     L: tl.constexpr = len(widths) - 1
     d_blocks = tl.cdiv(d, BLOCK_D)
-    shared = 0
     middle = 0
     for layer in tl.static_range(2, L):
-        shared += splits[2 * layer - 2] * tl.cdiv(e, BLOCK_E) * d_blocks
         middle += d_blocks * (tl.cdiv(widths[layer], BLOCK_SHORT) + tl.cdiv(widths[layer - 1], BLOCK_SHORT))
-    shared_edges = 0
-    for k in tl.static_range(L + 1):
-        index: tl.constexpr = 0 if k == 0 else (2 * L - 2 if k == L else 2 * k - 1)
-        slots: tl.constexpr = 3 * N_0 + 1 if k == 0 else (3 * N_L if k == L else 3 * N_0 + k)
-        rows = e * (N_0 if k == 0 else (N_L if k == L else 1))
-        shared_edges += splits[index] * tl.cdiv(rows, BLOCK_R) * slots * d_blocks
     edges = d_blocks * (N_L + (L - 1) * N_0 + L * (L - 1) // 2)
     tile = tl.program_id(0)
-    last = first + count - 1
-    if tile < shared:
-        middle_parameters(
-            weights, psi, prefixes, suffixes, grads, kept, partials, sizes, splits, chunk, chunks, first, count,
+    if tile < shared_edges:
+        edge_parameters(
+            prefixes, suffixes, connections, grads, kept, partials, sizes, splits, chunk, chunks, first, count,
             widths, batch, d, e, tile,
-            N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_E, BLOCK_Q, BLOCK_J, BLOCK_K,
+            N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_R, BLOCK_Y,
         )  # fmt: skip
-    elif tile < shared + count * middle:
-        tile -= shared
+    elif tile < shared_edges + count * edges:
+        tile -= shared_edges
+        edge_backward(
+            matrices, prefixes, suffixes, connections, grads, kept, prefixes_bar, suffixes_bar, connections_bar,
+            widths, batch, d, e, first + tile // edges, tile % edges,
+            N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_R_STEP, BLOCK_Y_STEP, BLOCK_Z,
+        )  # fmt: skip
+    elif tile < shared_edges + count * (edges + middle):
+        tile -= shared_edges + count * edges
         middle_backward(
             matrices, psi, prefixes, suffixes, grads, kept, suffixes_bar, left_bar, right_bar, widths, batch, d, e,
-            last - tile // middle, tile % middle,
+            first + tile // middle, tile % middle,
             N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION,
             BLOCK_D, BLOCK_E_STEP, BLOCK_Q, BLOCK_SHORT, BLOCK_LONG,
         )  # fmt: skip
-    elif tile < shared + count * middle + shared_edges:
-        edge_parameters(
-            prefixes, suffixes, connections, grads, kept, partials, sizes, splits, chunk, chunks, first, count,
-            widths, batch, d, e, tile - shared - count * middle,
-            N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_R, BLOCK_Y,
-        )  # fmt: skip
     else:
-        tile -= shared + count * middle + shared_edges
-        edge_backward(
-            matrices, prefixes, suffixes, connections, grads, kept, prefixes_bar, suffixes_bar, connections_bar,
-            widths, batch, d, e, last - tile // edges, tile % edges,
-            N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_R_STEP, BLOCK_Y_STEP, BLOCK_Z,
+        middle_parameters(
+            weights, psi, prefixes, suffixes, grads, kept, partials, sizes, splits, chunk, chunks, first, count,
+            widths, batch, d, e, tile - shared_edges - count * (edges + middle),
+            N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_E, BLOCK_Q, BLOCK_J, BLOCK_K,
         )  # fmt: skip
 
 
@@ -762,8 +754,9 @@ def mix_backward_launch(
     owners = sum(cdiv(n, config.short) + cdiv(m, config.short) for n, m in problem.middle())
     owners += problem.n_L + (L - 1) * problem.n_0 + L * (L - 1) // 2
     shared = sum(splits[2 * i - 2] for i in range(2, L)) * cdiv(problem.e, config.e)
-    for o, (rows, _, slots) in enumerate(problem.edges()):
-        shared += splits[edge_matrix(o, L)] * cdiv(rows, config.r) * slots
+    shared_edges = sum(
+        splits[edge_matrix(o, L)] * cdiv(rows, config.r) * slots for o, (rows, _, slots) in enumerate(problem.edges())
+    )
     given = {
         "weights": tuple(weights),
         "matrices": tuple(matrices),
@@ -777,6 +770,7 @@ def mix_backward_launch(
         "partials": partials,
         "sizes": tuple(m.numel() for m in matrices[:-1]),
         "splits": tuple(splits),
+        "shared_edges": d_blocks * shared_edges,
         "chunk": chunk.index,
         "chunks": chunk.chunks,
         "first": chunk.first,
@@ -793,7 +787,7 @@ def mix_backward_launch(
         "BLOCK_Y_STEP": config.y_step,
         "BLOCK_Z": config.z,
     }
-    return Launch(mix_backward_kernel, (d_blocks * (shared + chunk.count * owners),), given, config.mix_warps)
+    return Launch(mix_backward_kernel, (d_blocks * (shared + shared_edges + chunk.count * owners),), given, config.mix_warps)
 
 
 def edge_matrix(o: int, L: int) -> int:

@@ -63,6 +63,7 @@ def features_backward(
             matrix + r.to(tl.int64)[:, None] * columns + c[None, :],
             mask=(r < rows)[:, None] & (c < columns)[None, :],
             other=0.0,
+            cache_modifier=".cs",
         )
         acc = dot(bar, phi, acc, OPERAND, PRECISION)
     at = features_bar + b.to(tl.int64)[:, None] * columns + c[None, :]
@@ -92,7 +93,8 @@ def matrix_backward(
         )
         acc = dot(bar, F, acc, OPERAND, PRECISION)
     at = matrix_bar + r.to(tl.int64)[:, None] * columns + c[None, :]
-    tl.store(at, acc.to(matrix_bar.dtype.element_ty), mask=(r < rows)[:, None] & (c < columns)[None, :])
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    tl.store(at, acc.to(matrix_bar.dtype.element_ty), mask=inside, cache_modifier=".cs")
 
 
 @triton.jit
