@@ -79,18 +79,22 @@ def assert_exact(layer, features):
 
 @st.composite
 def shapes(draw):
-    widths = draw(st.lists(st.integers(1, 7), min_size=3, max_size=5))
-    sizes = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    widths = draw(st.lists(st.integers(1, 6), min_size=3, max_size=5))
+    sizes = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     return make_case(tuple(widths), *sizes)
 
 
-@settings(max_examples=8)
+# The interpreter takes seconds where a GPU takes microseconds.
+FEW, MANY = (5, 10) if triton.interpreted() else (50, 50)
+
+
+@settings(max_examples=FEW)
 @given(case=shapes(), activation=st.sampled_from([None, "relu", "tanh", "sin"]))
 def test_equivariant_agrees_with_the_reference(case, activation):
     assert_exact(*made(case, MagepEquivariant, activation=activation))
 
 
-@settings(max_examples=8)
+@settings(max_examples=MANY)
 @given(case=shapes())
 def test_invariant_agrees_with_the_reference(case):
     assert_exact(*made(case, MagepInvariant))
@@ -102,8 +106,8 @@ def test_invariant_agrees_with_the_reference(case):
     [
         make_case((2, 3, 2), batch_size=0),
         make_case((1, 1, 1), 1, 1, 1),
-        make_case((3, 2, 3, 2, 3, 2, 1), 1, 1, 2),
-        make_case((2, 3, 2, 1), 1, 17, 18),
+        make_case((2, 1, 2, 1, 2, 1), 1, 1, 2),
+        make_case((1, 2, 2, 1), 1, 17, 18),
     ],
     ids=lambda case: f"{case.space}-{case.batch_size}x{case.in_channels}->{case.out_channels}",
 )
@@ -113,15 +117,22 @@ def test_edges_agree_with_the_reference(kind, case):
 
 @every_layer
 def test_layers_larger_than_tiles(kind, monkeypatch):
-    tiles = launch.Config(e=16, j=2, k=16, short=2, long=16, r=16, y=16, z=2, n=16)
+    tiles = launch.Config(e=16, j=16, k=16, short=8, long=16, r=16, y=16, z=2, n=16)
     monkeypatch.setattr(launch, "default_config", lambda problem: tiles)
-    assert_exact(*made(make_case((3, 18, 19, 2), 1, 2, 17), kind))
+    assert_exact(*made(make_case((2, 18, 17, 2), 1, 1, 17), kind))
+
+
+def test_halves_of_a_batch(monkeypatch):
+    monkeypatch.setattr(launch, "CACHE", 0)
+    layer, features = made(make_case((2, 3, 2, 1), 3, 1, 2), MagepEquivariant)
+    assert len(launch.chunks_of(launch.Problem(3, 1, 2, (2, 3, 2, 1), EXACT))) == 2
+    assert_exact(layer, features)
 
 
 @every_layer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_is_no_worse_than_in_torch_ops(kind, dtype):
-    layer, features = made(make_case((2, 9, 8, 3), 2, 3, 4), kind, dtype)
+    layer, features = made(make_case((2, 6, 5, 3), 1, 2, 3), kind, dtype)
     exact = exact_derivatives(layer, features)
     found = derivatives(layer, features)
     assert {x.dtype for x in found} == {dtype}
@@ -131,7 +142,7 @@ def test_low_precision_is_no_worse_than_in_torch_ops(kind, dtype):
         assert error <= limit
 
 
-@pytest.mark.parametrize("widths", [(2, 3, 4), (2, 5, 4, 3), (2, 3, 4, 3, 2)])
+@pytest.mark.parametrize("widths", [(2, 3, 4), (2, 3, 4, 3, 2)])
 def test_chain_agrees_with_the_reference(widths):
     features = random_features(WeightSpace(widths), 2, 2, EXACT).to(DEVICE)
 
@@ -173,14 +184,14 @@ def test_memory_layout_of_features_does_not_matter(kind):
 
 @every_layer
 def test_repeated_runs_are_bitwise_equal(kind):
-    layer, features = made(make_case((2, 4, 3, 2)), kind, torch.float32)
+    layer, features = made(make_case((2, 3, 2, 1), 2, 1, 2), kind, torch.float32)
     for x, y in zip(derivatives(layer, features), derivatives(layer, features), strict=True):
         assert torch.equal(x, y)
 
 
 @every_layer
 def test_uninitialised_memory_does_not_matter(kind):
-    layer, features = made(make_case((2, 4, 3, 2)), kind)
+    layer, features = made(make_case((2, 3, 2, 1), 2, 1, 2), kind)
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(7, device=DEVICE).isnan().all()
@@ -227,7 +238,7 @@ def test_inference_keeps_nothing_and_trains_on_demand():
     assert_same(layer(features), expected)
 
 
-SPACE = WeightSpace((2, 4, 3, 2))
+SPACE = WeightSpace((2, 3, 2))
 
 
 def small_model():
@@ -271,13 +282,12 @@ def operator_arguments(kind, requires_grad):
     return weights, biases, matrices, psi
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_operators_are_registered_completely(requires_grad):
+def test_operators_are_registered_completely():
     ops = torch.ops.magep_fast
-    weights, biases, matrices, psi = operator_arguments(MagepEquivariant, requires_grad)
+    weights, biases, matrices, psi = operator_arguments(MagepEquivariant, True)
     opcheck(ops.triton_equivariant.default, (weights, biases, matrices, psi, 2, "tanh", True))
     opcheck(ops.triton_chain.default, (weights, biases))
-    weights, biases, (matrix,), psi = operator_arguments(MagepInvariant, requires_grad)
+    weights, biases, (matrix,), psi = operator_arguments(MagepInvariant, True)
     opcheck(ops.triton_invariant.default, (weights, biases, matrix, psi, 2))
 
 

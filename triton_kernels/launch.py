@@ -234,7 +234,7 @@ def default_config(problem: Problem) -> Config:
     rule = Config(
         d=block(problem.d, 16, 16),
         e=block(problem.e, 32, 16),
-        j=128 // k,
+        j=64 // k,
         k=k,
         short=(256 if wide > 64 else 128) // long,
         long=long,
