@@ -181,11 +181,11 @@ def markdown(rows: list[Compiled]) -> str:
     lines = [
         "# Triton kernels, compiled",
         "",
-        f"Made by `python -m benchmarks compile --out docs/triton_compile.md` with Triton {triton.__version__}, without a "
+        f"Made by `python -m benchmarks compile --out docs/triton_compile.md`, Triton {triton.__version__}, without a "
         "GPU. Default configurations at",
-        "the shapes of the benchmarks, training, no activation. Each cell: registers a thread / KiB of shared memory. Words "
+        "the shapes of the benchmarks, no activation. Each cell: registers a thread / KiB of shared memory. Words "
         "spilled to",
-        "memory follow in brackets where there are any; scalar registers that AMD's compiler parks in vector registers are "
+        "memory follow in brackets where there are any; scalars that AMD's compiler parks in vector registers are "
         "not counted.",
         "",
         "| shape | dtype | layer | kernel | warps | " + " | ".join(targets) + " |",

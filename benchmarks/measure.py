@@ -12,7 +12,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
 CPU = torch.device("cpu")
 
 
@@ -60,7 +59,7 @@ def finisher(device: torch.device) -> Callable[[], object]:
 
 
 def peak_memory(function: Callable[[], object], device: torch.device = CPU) -> int:
-    """Bytes held at the peak of one call beyond those held before it: from the profiler's allocation events, or on a GPU
+    """Bytes held at the peak of one call beyond those held before it: from the profiler's allocation events, on a GPU
     from the allocator's statistics."""
     function()
     if device.type != "cpu":

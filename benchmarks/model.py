@@ -1,5 +1,5 @@
-"""A model, not a measurement: bytes moved, flops and launches of the literal reference and of the GPU kernels, and the time
-that published rates of some GPUs would give them.
+"""A model, not a measurement: bytes moved, flops and launches of the literal reference and of the GPU kernels, and the
+time that published rates of some GPUs would give them.
 
 The reference is counted from a trace of its torch ops; kernels from what their programs read and write, in the order in
 which they are numbered. Both pass through the same model of a cache, so that a second read may be free.
@@ -43,13 +43,13 @@ GPUS = (
 LAUNCH_SECONDS = 5e-6
 
 ASSUMPTIONS = (
-    "Modelled, never measured: no GPU was at hand. float32 without tf32, peak rates of the vendors' data sheets (A100 80 GB "
-    "SXM, H100 SXM, MI300X).",
-    f"Every launch, and every torch op that is not a view, costs {LAUNCH_SECONDS * 1e6:.0f} µs and then the longer of its "
-    "arithmetic and its memory traffic.",
-    "Memory traffic is what misses one least-recently-used cache as large as the GPU's last level (A100 and H100 L2, MI300X "
-    "Infinity Cache), empty at first; what was written is written back when it leaves, and all of it in the end. Streams "
-    "(.cs) leave at once.",
+    "Modelled, never measured: no GPU was at hand. float32 without tf32, peak rates of the vendors' data sheets (A100 "
+    "80 GB SXM, H100 SXM, MI300X).",
+    f"Every launch, and every torch op that is not a view, costs {LAUNCH_SECONDS * 1e6:.0f} µs and then the longer of "
+    "its arithmetic and its memory traffic.",
+    "Memory traffic is what misses one least-recently-used cache as large as the GPU's last level (A100 and H100 L2, "
+    "MI300X Infinity Cache), empty at first; what was written is written back when it leaves, and all of it in the "
+    "end. Streams (.cs) leave at once.",
     "Programs run in the order of their numbers, and those that share data at about the same time.",
 )
 
@@ -433,7 +433,11 @@ class TritonCount:
 
     def weight_gradient(self, mix: bool, networks: range) -> Launch:
         flops = sum(
-            2.0 * self.d * self.n[i] * self.n[i - 1] * (self.n_0 + i - 1 + (self.n_L + self.e * (i < self.L) if mix else 0))
+            2.0
+            * self.d
+            * self.n[i]
+            * self.n[i - 1]
+            * (self.n_0 + i - 1 + (self.n_L + self.e * (i < self.L) if mix else 0))
             for i in range(2, self.L + 1)
         )
         launch = Launch("weight_gradient", len(networks) * flops)

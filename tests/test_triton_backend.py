@@ -68,7 +68,9 @@ def test_a_cpu_tensor_outside_the_interpreter_is_a_clear_error(fresh):
     fresh.setattr(importlib.util, "find_spec", lambda name: object())
     space = WeightSpace((2, 3, 2))
     layer = MagepInvariant(space, 2, 1, backend="triton")
-    with pytest.raises(RuntimeError, match="backend 'triton' cannot take torch.float32 tensors on cpu: .*TRITON_INTERPRET"):
+    with pytest.raises(
+        RuntimeError, match=r"backend 'triton' cannot take torch\.float32 tensors on cpu: .*TRITON_INTERPRET"
+    ):
         layer(random_features(space, dtype=torch.float32))
 
 

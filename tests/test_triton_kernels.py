@@ -1,6 +1,6 @@
 """The Triton kernels against the reference: on a GPU where there is one, else in Triton's interpreter.
 
-    TRITON_INTERPRET=1 python -m pytest -m gpu
+TRITON_INTERPRET=1 python -m pytest -m gpu
 """
 
 from copy import deepcopy

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from magep_fast.triton_kernels.launch import Chunk, Config, Launch, Problem, cdiv, run
 from magep_fast.triton_kernels.tiles import (
     connection_at,
@@ -26,6 +24,7 @@ from magep_fast.triton_kernels.tiles import (
     prefix_at,
     section_at,
 )
+from torch import Tensor
 
 
 @triton.jit
@@ -119,6 +118,7 @@ def chain_kernel(
             weights, biases, psi, prefixes, connections, features, widths, batch, d, item,
             N_0, N_L, SUFFIX, FEATURES, FIRST_PAIR, TRACE_PAIR, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
         )  # fmt: skip
+
 
 @triton.jit
 def _connect(
@@ -304,9 +304,9 @@ def chain_backward_kernel(
         [Ā_(i-1) | b̄_(i-1)] += W_iᵀ Ā_i        S̄_(t+1) += S̄_t W_(t+1)ᵀ
 
     and writes those of the biases, of W_1 and, one share per network, of psi. The direct ones are, with MIX, all of
-    prefixes_bar but A_L, suffixes_bar, connections_bar but G_L, left_bar = Ū_i = (P_i Ψ)‾ [n_L, n_i] above a row of b̄_i, and
-    right_bar = (ψ S_t)‾; with FEATURES features_bar; with neither all of prefixes_bar and suffixes_bar. The grid covers the
-    items of a chunk, of which `first` is the first network.
+    prefixes_bar but A_L, suffixes_bar, connections_bar but G_L, left_bar = Ū_i = (P_i Ψ)‾ [n_L, n_i] above a row of
+    b̄_i, and right_bar = (ψ S_t)‾; with FEATURES features_bar; with neither all of prefixes_bar and suffixes_bar.
+    Grid: the items of a chunk, of which `first` is the first network, or twice that with SUFFIX.
     """
     item = tl.program_id(0)
     if SUFFIX:
@@ -327,6 +327,7 @@ def chain_backward_kernel(
             psi_bar, first_weight_bar, biases_bar, widths, batch, d, first * d + item,
             N_0, N_L, FEATURES, MIX, FIRST_PAIR, TRACE_PAIR, PAIRS, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
         )  # fmt: skip
+
 
 @triton.jit
 def _features_backward(

@@ -4,17 +4,17 @@ Middle weights, 1 < i < L, mix channels at every position (j, k):
 
     E(W)_i = Φ [W_i; [WW]; [bW]],    [WW] = U_i S_(i-1),  U_i = P_i Ψ,    [bW] = b_i (ψ S_(i-1))
 
-with tiles of [WW] and [bW] made in registers from the factors. The edges, which are the weights of layers 1 and L and the
-hidden biases, contract from the small side: a matrix C of each network, made in registers too, meets few rows Y,
+with tiles of [WW] and [bW] made in registers from the factors. The edges, which are the weights of layers 1 and L and
+the hidden biases, contract from the small side: a matrix C of each network, made in registers too, meets few rows Y,
 
     E[r, y] = Σ_x C[r, x] Y[x, y],    C[r, x] = Φ[r, x] + Σ_z Φ'[r, z] T[x, z]
 
-    layer i < L   x over the n_0 + i rows Y of A_i   Φ' of [WW] meets T = G_i for the rows of P_i, Φ' of [bW] the last row
-                                                     of G_i for b_i; rows v_(i,t) have no Φ'
-    layer L       x over the n_L rows Y of W_L       Φ' of [WW] and [bW] together meets T = H
+    layer i < L   x over the n_0 + i rows Y of A_i: Φ' of [WW] meets T = G_i for the rows of P_i, Φ' of [bW] the last
+                  row of G_i for b_i; rows v_(i,t) have no Φ'
+    layer L       x over the n_L rows Y of W_L: Φ' of [WW] and [bW] together meets T = H
 
-(channels, summed over as well, are left out). Edges are numbered o = 0, the weights of layer 1; o = 1 … L − 1, the hidden
-biases; o = L, the weights of layer L. The last bias is `invariant.readout_kernel`.
+(channels, summed over as well, are left out). Edges are numbered o = 0, the weights of layer 1; o = 1 … L − 1, the
+hidden biases; o = L, the weights of layer L. The last bias is `invariant.readout_kernel`.
 
 Networks are taken in reverse order: what the launch before touched last is still in cache. What is used for the last
 time is loaded and stored as a stream (".cs"), so that it does not push out the rest.
@@ -26,8 +26,6 @@ from collections.abc import Sequence
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from magep_fast.triton_kernels.chain import chain_backward_launch, chain_launch, weight_gradient_launch
 from magep_fast.triton_kernels.invariant import readout_backward_launch, readout_launch
 from magep_fast.triton_kernels.launch import Chunk, Config, Launch, Problem, block, cdiv, chunks_of, run
@@ -43,6 +41,7 @@ from magep_fast.triton_kernels.tiles import (
     section_at,
     sum_launch,
 )
+from torch import Tensor
 
 
 @triton.jit
@@ -65,9 +64,7 @@ def middle_tiles(
         cache_modifier=CACHE,
     )
     left = prefixes + prefix_at(widths, i, items, item, N_0)
-    bias = tl.load(
-        left[:, None] + (N_0 + i - 1) * n + j[None, :], mask=(dd < d)[:, None] & (j < n)[None, :], other=0.0
-    )
+    bias = tl.load(left[:, None] + (N_0 + i - 1) * n + j[None, :], mask=(dd < d)[:, None] & (j < n)[None, :], other=0.0)
     right = suffixes + section_at(widths, i - 1, items, item, N_L)[:, None] + k[None, :]
     pair = psi + (L + i - 2) * ((N_0 + 1) * N_L * d)
     product = tl.zeros((BLOCK_D, BLOCK_J, BLOCK_K), COMPUTE)
@@ -285,6 +282,7 @@ def mix_kernel(
             batch - 1 - pid // edges, pid % edges,
             N_0, N_L, ACTIVATION, KEEP, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_R, BLOCK_Y, BLOCK_Z,
         )  # fmt: skip
+
 
 @triton.jit
 def load_rows(prefixes, suffixes, at, y, channel_inside, positions, is_last):
@@ -612,9 +610,7 @@ def edge_parameters(
     for step in range(everything * split // parts, everything * (split + 1) // parts):
         b = first + (step // y_blocks).to(tl.int32)
         y = (step % y_blocks).to(tl.int32) * BLOCK_Y + tl.arange(0, BLOCK_Y)
-        _, _, Z, _, Y_at, T_at = edge_layer(
-            prefixes, suffixes, connections, widths, batch, d, b, i, dd, L, N_0, N_L
-        )
+        _, _, Z, _, Y_at, T_at = edge_layer(prefixes, suffixes, connections, widths, batch, d, b, i, dd, L, N_0, N_L)
         data = tl.zeros((BLOCK_D, BLOCK_Y), COMPUTE)
         for x in range(x_first, x_end):
             Y = load_rows(prefixes, suffixes, Y_at + x * positions, y, (dd < d), positions, is_last)
@@ -653,9 +649,9 @@ def mix_backward_kernel(
     Of an edge, by programs that own a row x:
         Ȳ[x, y] = Σ_r C[r, x] ō[r, y]           T̄[x, z] = Σ_r Φ'[r, z] Σ_y ō[r, y] Y[x, y]
 
-    Grid: edges' split × block of rows × slot × block of d, shared_edges in all; networks × rows of edges; networks × rows and columns of middle
-    layers; and in reverse order of networks, so that weights are the last thing touched, middle layers' split × layer ×
-    block of d × block of e.
+    Grid: edges' split × block of rows × slot × block of d, shared_edges in all; networks × rows of edges; networks ×
+    rows and columns of middle layers; and in reverse order of networks, so that weights are the last thing touched,
+    middle layers' split × layer × block of d × block of e.
     """
     L: tl.constexpr = len(widths) - 1
     d_blocks = tl.cdiv(d, BLOCK_D)
@@ -787,7 +783,9 @@ def mix_backward_launch(
         "BLOCK_Y_STEP": config.y_step,
         "BLOCK_Z": config.z,
     }
-    return Launch(mix_backward_kernel, (d_blocks * (shared + shared_edges + chunk.count * owners),), given, config.mix_warps)
+    return Launch(
+        mix_backward_kernel, (d_blocks * (shared + shared_edges + chunk.count * owners),), given, config.mix_warps
+    )
 
 
 def edge_matrix(o: int, L: int) -> int:
@@ -888,7 +886,8 @@ def backward(
     for chunk in chunks:
         launches += [
             mix_backward_launch(
-                problem, config, weights, matrices, psi, factors, grads, kept, factors_bar, left_bar, right_bar, shares, chunk
+                problem, config, weights, matrices, psi, factors, grads, kept,
+                factors_bar, left_bar, right_bar, shares, chunk,
             ),
             chain_backward_launch(
                 problem, config, weights, psi, factors, factors_bar, left_bar, right_bar, features_bar,

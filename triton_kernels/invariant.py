@@ -1,4 +1,4 @@
-"""The readout: one skinny product of the invariants with their coefficients, for the invariant layer and the last bias."""
+"""The readout: one skinny product of the invariants with their coefficients, the invariant layer or the last bias."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from magep_fast.triton_kernels.chain import chain_backward_launch, chain_launch, weight_gradient_launch
 from magep_fast.triton_kernels.launch import Chunk, Config, Launch, Problem, block, cdiv, run
 from magep_fast.triton_kernels.tiles import activated, dot, load_gradient, sum_launch
+from torch import Tensor
 
 
 @triton.jit
@@ -167,7 +166,10 @@ def readout_backward_launch(
     }
     owners = cdiv(problem.batch, blocks["BLOCK_B"]) + cdiv(rows, blocks["BLOCK_R"])
     return Launch(
-        readout_backward_kernel, (cdiv(problem.readout_columns, blocks["BLOCK_C"]), owners), arguments, config.back_warps
+        readout_backward_kernel,
+        (cdiv(problem.readout_columns, blocks["BLOCK_C"]), owners),
+        arguments,
+        config.back_warps,
     )
 
 

@@ -26,10 +26,10 @@ Result = TypeVar("Result")
 class Config:
     """Tile sizes, powers of two, and warps.
 
-    A tile of a middle layer has j × k positions, or short × long where one side is summed over, and d channels; it makes
-    e channels, or sums over them by steps of e_step. A tile of an edge has r rows of coefficients and y positions, or
-    r_step and y_step where they are summed over, and z of the columns that Φ' sums over. Chains multiply c × n by steps
-    of inner. Steps are short because float32 products without tf32 hold whole operands in registers.
+    A tile of a middle layer has j × k positions, or short × long where one side is summed over, and d channels; it
+    makes e channels, or sums over them by steps of e_step. A tile of an edge has r rows of coefficients and y
+    positions, or r_step and y_step where they are summed over, and z of the columns that Φ' sums over. Chains multiply
+    c × n by steps of inner. Steps are short because float32 products without tf32 hold whole operands in registers.
     """
 
     d: int = 16
@@ -87,8 +87,8 @@ class Problem:
 
     @cached_property
     def arithmetic(self) -> dict[str, Any]:
-        """OPERAND, COMPUTE and PRECISION. 16-bit operands go to tensor cores as they are; chains, which are kept in float32,
-        are then multiplied in tf32, which is no coarser."""
+        """OPERAND, COMPUTE and PRECISION. 16-bit operands go to tensor cores as they are; chains, kept in float32, are
+        then multiplied in tf32, which is no coarser."""
         low = self.dtype.itemsize == 2
         names = {torch.float64: tl.float64, torch.float32: tl.float32, torch.float16: tl.float16}
         operand, compute = names.get(self.dtype, tl.bfloat16), names[self.compute_dtype]
@@ -271,7 +271,7 @@ _tuned: dict[tuple[str, Problem], Config] = {}
 
 
 def choose_config(name: str, problem: Problem, measure: Callable[[Config], Result], device: torch.device) -> Config:
-    """The default, at once; with MAGEP_FAST_TRITON_AUTOTUNE=1, on a GPU, the fastest candidate, found once per shape."""
+    """The default, at once; with MAGEP_FAST_TRITON_AUTOTUNE=1, on a GPU, the fastest candidate, found once a shape."""
     if os.environ.get(AUTOTUNE_VARIABLE, "0") in ("", "0") or device.type == "cpu":
         return default_config(problem)
     key = name, problem
@@ -284,4 +284,3 @@ def choose_config(name: str, problem: Problem, measure: Callable[[Config], Resul
                 continue
         _tuned[key] = min(times, key=times.__getitem__)
     return _tuned[key]
-

@@ -1,7 +1,7 @@
 """What the kernels share: where factors lie, tiles, products through memory, activations, the final sums.
 
-Letters as in the table of terms; `item` is b·d + channel, a network and channel. Offsets are int64. Per item and layer i,
-with n_i the width, the factors are matrices whose rows run over neurons:
+Letters as in the table of terms; `item` is b·d + channel, a network and channel. Offsets are int64. Per item and layer
+i, with n_i the width, the factors are matrices whose rows run over neurons:
 
     prefixes      A_i  [n_0 + i, n_i]     rows P_i (n_0), v_(i,1) … v_(i,i-1), b_i           i = 1 … L
     suffixes      S_t  [n_L, n_t]                                                            t = 1 … L − 1
@@ -17,9 +17,8 @@ from collections.abc import Sequence
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from magep_fast.triton_kernels.launch import Launch, Problem, cdiv
+from torch import Tensor
 
 
 @triton.jit
@@ -83,8 +82,8 @@ def gemm(
     ACCUMULATE: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CACHE: tl.constexpr = "",
 ):  # fmt: skip
-    """c[M, N] = a[M, K] b[K, N], or added to c: operands in memory with any strides, by one program. CACHE says how b is
-    loaded.
+    """c[M, N] = a[M, K] b[K, N], or added to c: operands in memory with any strides, by one program. CACHE says how b
+    is loaded.
 
     The barrier lets whatever follows read c, whichever threads wrote it.
     """
@@ -169,7 +168,7 @@ def load_gradient(grad, kept, offsets, mask, COMPUTE: tl.constexpr, ACTIVATION: 
 
 @triton.jit
 def sum_kernel(partials, targets, sizes, splits, COMPUTE: tl.constexpr, BLOCK: tl.constexpr):
-    """targets[o] = Σ_s partials[o][s]: the gradients of parameters, [splits_o, size_o] one after the other, in order."""
+    """targets[o] = Σ_s partials[o][s]: gradients of parameters, [splits_o, size_o] one after the other, in order."""
     block = tl.program_id(0)
     o = tl.full((), 0, tl.int32)
     base = tl.full((), 0, tl.int64)

@@ -1,8 +1,8 @@
 """The backend `triton`: registered operators that launch the Triton kernels, a fixed few per layer and direction.
 
-The operators `magep_fast::triton_chain`, `::triton_equivariant`, `::triton_invariant` and their backwards have fake kernels
-and autograd formulas, so that torch.compile, torch.export and CUDA graphs take them as they are: nothing waits for the
-device, and no size depends on data.
+The operators `magep_fast::triton_chain`, `::triton_equivariant`, `::triton_invariant` and their backwards have fake
+kernels and autograd formulas, so that torch.compile, torch.export and CUDA graphs take them as they are: nothing waits
+for the device, and no size depends on data.
 
 As for `cpu`, what no kernel computes is done in torch ops: second derivatives, forward mode, torch.func, and the tables
 that `has_kernel` refuses.
@@ -111,9 +111,7 @@ def _kernels(name: str) -> ModuleType:
     return importlib.import_module(f"magep_fast.triton_kernels.{name}")
 
 
-def _problem(
-    weights: Sequence[Tensor], out_channels: int, dtype: torch.dtype, activation: str | None = None
-) -> Any:
+def _problem(weights: Sequence[Tensor], out_channels: int, dtype: torch.dtype, activation: str | None = None) -> Any:
     widths = (weights[0].shape[-1], *(w.shape[-2] for w in weights))
     tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     B, d = weights[0].shape[:2]
@@ -155,6 +153,7 @@ def _check(
     if out_channels < 1 or d < 1:
         raise RuntimeError(f"{name}: expected at least one channel in and out; found {d} and {out_channels}")
     widths = [weights[0].shape[-1], *(w.shape[-2] for w in weights)]
+    expected: list[tuple[str, Tensor, tuple[int, ...]]]
     expected = [(f"weights[{i}]", w, (B, d, widths[i + 1], widths[i])) for i, w in enumerate(weights)]
     expected += [(f"biases[{i}]", b, (B, d, widths[i + 1])) for i, b in enumerate(biases)]
     if psi is not None:
@@ -257,9 +256,7 @@ def _triton_invariant(
     _check("invariant", weights, biases, [matrix], psi, out_channels)
     problem = _problem(weights, out_channels, psi.dtype)
     given = _contiguous(weights), _contiguous(biases), matrix.contiguous(), psi.contiguous()
-    return _run(
-        "invariant", problem, lambda config: _kernels("invariant").forward(problem, config, *given), psi.device
-    )
+    return _run("invariant", problem, lambda config: _kernels("invariant").forward(problem, config, *given), psi.device)
 
 
 def _triton_invariant_backward(
