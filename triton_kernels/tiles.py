@@ -20,6 +20,9 @@ import triton.language as tl
 from magep_fast.triton_kernels.launch import Launch, Problem, cdiv
 from torch import Tensor
 
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Triton's interpreter multiplies the bits of bfloat16 operands, not their values."""
+
 
 @triton.jit
 def pick(items, index):
@@ -73,7 +76,10 @@ def last_connection_at(b, batch, d, L: tl.constexpr, N_0: tl.constexpr, N_L: tl.
 @triton.jit
 def dot(a, b, acc, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """acc + a b with operands rounded to OPERAND, sums in the dtype of acc."""
-    return tl.dot(a.to(OPERAND), b.to(OPERAND), acc, input_precision=PRECISION, out_dtype=acc.dtype)
+    a, b = a.to(OPERAND), b.to(OPERAND)
+    if INTERPRETED:
+        a, b = a.to(acc.dtype), b.to(acc.dtype)
+    return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
 
 
 @triton.jit
