@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.compile import layer_launches
-from benchmarks.layers import Shape
+from benchmarks.layers import SHAPES, Shape
 from magep_fast import MagepInvariant, WeightSpace, info
 from magep_fast.ops import triton
 from magep_fast.ops.backends import choose_backend
@@ -117,8 +117,10 @@ def test_launches_do_not_depend_on_the_number_of_layers(L, activation):
 def test_default_configuration_is_the_table_s():
     from magep_fast.triton_kernels import launch
 
-    problem = launch.Problem(8, 20, 20, (1, 16, 16, 16, 10), torch.float32)
-    assert launch.width_class(problem) == 16
+    for shape in SHAPES.values():
+        for kind in ("float32", "16-bit"):
+            problem = launch.Problem(shape.batch_size, shape.channels, shape.channels, shape.widths, torch.float32)
+            assert (problem.d, problem.e, launch.width_class(problem), kind) in launch.DEFAULTS
     config = launch.default_config(problem)
     assert launch.choose_config("equivariant", problem, lambda config: 1 / 0, CPU) == config
     assert config in launch.candidates(problem)

@@ -222,12 +222,25 @@ def width_class(problem: Problem) -> int:
     return next((width for width in WIDTHS if widest <= width), WIDTHS[-1])
 
 
-DEFAULTS: dict[tuple[int, int, int, str], dict[str, int]] = {}
-"""By d, e, width class and "float32" or "16-bit": what differs from the rule in `default_config`."""
+_FIELDS = ("d", "e", "j", "k", "short", "long", "r", "y", "n", "chain_warps", "mix_warps", "back_warps")
+DEFAULTS: dict[tuple[int, int, int, str], tuple[int, ...]] = {
+    (20, 20, 16, "float32"): (16, 32, 4, 16, 8, 16, 32, 16, 16, 2, 8, 4),
+    (128, 128, 32, "float32"): (16, 32, 2, 32, 4, 32, 32, 32, 32, 2, 8, 4),
+    (64, 64, 32, "float32"): (16, 32, 2, 32, 4, 32, 32, 32, 32, 2, 8, 4),
+    (16, 16, 256, "float32"): (16, 16, 1, 64, 4, 64, 16, 64, 64, 4, 8, 8),
+    (32, 32, 64, "float32"): (16, 32, 1, 64, 2, 64, 32, 64, 64, 4, 8, 4),
+    (20, 20, 16, "16-bit"): (16, 32, 4, 16, 8, 16, 32, 16, 16, 2, 8, 4),
+    (128, 128, 32, "16-bit"): (16, 32, 2, 32, 4, 32, 32, 32, 32, 2, 8, 4),
+    (64, 64, 32, "16-bit"): (16, 32, 2, 32, 4, 32, 32, 32, 32, 2, 8, 4),
+    (16, 16, 256, "16-bit"): (16, 16, 1, 64, 4, 64, 16, 64, 64, 4, 8, 8),
+    (32, 32, 64, "16-bit"): (16, 32, 1, 64, 2, 64, 32, 64, 64, 4, 8, 4),
+}
+"""The _FIELDS of Config by d, e, width class and "float32" or "16-bit", for the shapes of the paper: chosen so that no
+kernel spills registers, see docs/triton_compile.md."""
 
 
 def default_config(problem: Problem) -> Config:
-    """Tiles as wide as the layers are, up to what registers hold; then the entry of DEFAULTS, if there is one."""
+    """The entry of DEFAULTS; for other shapes tiles as wide as the layers are, up to what registers hold."""
     wide = width_class(problem)
     k = block(wide, 64, 16)
     long = block(wide, 64, 16)
@@ -244,12 +257,13 @@ def default_config(problem: Problem) -> Config:
         c=block(max(problem.n_0 + problem.L - 1, problem.n_L), 32, 16),
         n=block(wide, 64, 16),
         inner=16,
-        chain_warps=4 if wide > 64 else 2,
+        chain_warps=4 if wide > 32 else 2,
         mix_warps=8,
         back_warps=8 if wide > 64 else 4,
     )
     kind = "16-bit" if problem.dtype.itemsize == 2 else "float32"
-    return replace(rule, **DEFAULTS.get((problem.d, problem.e, wide, kind), {}))
+    known = DEFAULTS.get((problem.d, problem.e, wide, kind))
+    return rule if known is None else replace(rule, **dict(zip(_FIELDS, known, strict=True)))
 
 
 def candidates(problem: Problem) -> list[Config]:
