@@ -12,7 +12,7 @@ $(BIN)/cmake --build $(1)
 $(BIN)/ctest --test-dir $(1) --output-on-failure
 endef
 
-.PHONY: install test sanitize cuda tables lint format wheel clean
+.PHONY: install test gpu sanitize cuda tables lint format wheel clean
 
 install: $(STAMP)
 
@@ -26,12 +26,19 @@ $(VENV)/.requirements: pyproject.toml | $(BIN)/python
 	touch $@
 
 $(STAMP): $(NATIVE) $(VENV)/.requirements
-	PATH="$(CURDIR)/$(BIN):$$PATH" CMAKE_ARGS="-DMAGEP_WERROR=ON" $(BIN)/pip install --quiet --no-build-isolation --editable ".[test,bench,dev]"
+	PATH="$(CURDIR)/$(BIN):$$PATH" CMAKE_ARGS="-DMAGEP_WERROR=ON" $(BIN)/pip install --quiet --no-build-isolation --editable ".[test,bench,dev,triton]"
 	touch $@
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m gpu
 	$(call RUN_CTEST,build/ctest,)
+
+# On a machine with a GPU: the kernels against the reference, then the layers timed.
+gpu: $(STAMP)
+	$(BIN)/python -m magep_fast.info
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m benchmarks layers --device cuda
 
 sanitize: $(STAMP)
 	$(call RUN_CTEST,build/sanitize,-DMAGEP_SANITIZE=ON)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmarks import layers, scaling, tables
+from benchmarks import compile, layers, model, scaling, tables
 
 
 def main() -> None:
@@ -11,6 +11,8 @@ def main() -> None:
     layers.add_arguments(commands.add_parser("layers", help="one layer, implementation against implementation"))
     scaling.add_arguments(commands.add_parser("scaling", help="cost against width, depth, channels and batch"))
     tables.add_arguments(commands.add_parser("tables", help="the paper's efficiency tables, with every rival system"))
+    compile.add_arguments(commands.add_parser("compile", help="Triton kernels compiled for GPUs that need not be here"))
+    model.add_arguments(commands.add_parser("model", help="bytes, flops and launches counted, time on GPUs predicted"))
     arguments = parser.parse_args()
     arguments.run(arguments)
 

@@ -2,11 +2,12 @@
 
 import pytest
 
-from benchmarks.layers import LAYERS, SHAPES, Subject
-from magep_fast import WeightSpace, available_backends
+from benchmarks.layers import LAYERS, SHAPES, Subject, backends_on
+from benchmarks.measure import CPU
+from magep_fast import WeightSpace
 
 
-@pytest.mark.parametrize("backend", available_backends())
+@pytest.mark.parametrize("backend", backends_on(CPU))
 @pytest.mark.parametrize("key", SHAPES)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_training_pass(benchmark, kind: str, key: str, backend: str) -> None:  # type: ignore[no-untyped-def]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.measure import time_interleaved
+from benchmarks.measure import CPU, finisher, time_interleaved
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,16 @@ class Machine:
     fresh_bytes: float
 
     @staticmethod
-    def measure(repeats: int = 20) -> Machine:
-        a, b = torch.randn(512, 512), torch.randn(512, 512)
-        source = torch.randn(16 << 20)
+    def measure(repeats: int = 20, device: torch.device = CPU) -> Machine:
+        n = 512 if device.type == "cpu" else 4096
+        a, b = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
+        source = torch.randn((16 if device.type == "cpu" else 256) << 20, device=device)
         target = torch.empty_like(source)
-        product, warm, fresh = time_interleaved([lambda: a @ b, lambda: target.copy_(source), source.clone], repeats)
+        product, warm, fresh = time_interleaved(
+            [lambda: a @ b, lambda: target.copy_(source), source.clone], repeats, finish=finisher(device)
+        )
         size = source.nbytes
-        return Machine(2 * 512**3 / product.p50, size / warm.p50, size / fresh.p50)
+        return Machine(2 * n**3 / product.p50, size / warm.p50, size / fresh.p50)
 
 
 def equivariant_flops(widths: tuple[int, ...], d: int, e: int, batch: int) -> float:

@@ -14,9 +14,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.floor import Machine, equivariant_flops, floor_seconds, invariant_flops
-from benchmarks.measure import count_ops, peak_memory, set_threads, time_interleaved
+from benchmarks.measure import CPU, count_ops, finisher, peak_memory, set_threads, time_interleaved
 from benchmarks.report import append_rows, wide_console
-from magep_fast import MagepEquivariant, MagepInvariant, WeightFeatures, WeightSpace, available_backends, use_backend
+from magep_fast import MagepEquivariant, MagepInvariant, WeightFeatures, WeightSpace, use_backend
+from magep_fast.ops.backends import backends
 
 COMPILED = "torch.compile(reference)"
 
@@ -30,12 +31,12 @@ class Shape:
     channels: int
     batch_size: int
 
-    def features(self, dtype: torch.dtype = torch.float32) -> WeightFeatures:
+    def features(self, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> WeightFeatures:
         """Networks at the scale of their own initialisation: weights of variance 1/n_(i-1), biases of variance 1."""
         size, widths = (self.batch_size, self.channels), self.widths
         features = WeightFeatures(
-            (torch.randn(*size, n, m, dtype=dtype) * m**-0.5 for m, n in pairwise(widths)),
-            (torch.randn(*size, n, dtype=dtype) for n in widths[1:]),
+            ((torch.randn(*size, n, m, dtype=dtype) * m**-0.5).to(device) for m, n in pairwise(widths)),
+            (torch.randn(*size, n, dtype=dtype).to(device) for n in widths[1:]),
         )
         return features.map(Tensor.requires_grad_)
 
@@ -62,7 +63,7 @@ class Subject:
         self.layer = torch.compile(layer, fullgraph=True) if implementation == COMPILED else layer
         self.features, self.inputs = features, [*features.tensors(), *layer.parameters()]
         generator = torch.Generator().manual_seed(1)
-        self.gradients = [torch.randn(y.shape, dtype=y.dtype, generator=generator) for y in self.forward()]
+        self.gradients = [torch.randn(y.shape, dtype=y.dtype, generator=generator).to(y) for y in self.forward()]
 
     def forward(self) -> tuple[Tensor, ...]:
         with use_backend(self.backend):
@@ -91,17 +92,23 @@ def disagreement(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def measure(
-    kind: str, shape: Shape, implementations: list[str], repeats: int, machine: Machine, tick: Callable[[], object]
+    kind: str,
+    shape: Shape,
+    implementations: list[str],
+    repeats: int,
+    machine: Machine,
+    tick: Callable[[], object],
+    device: torch.device = CPU,
 ) -> list[dict[str, object]]:
     """One row per implementation, the first being the one others are compared with."""
     torch.manual_seed(0)
-    features = shape.features()
-    layer = LAYERS[kind](WeightSpace(shape.widths), shape.channels, shape.channels)
+    features, finish = shape.features(device=device), finisher(device)
+    layer = LAYERS[kind](WeightSpace(shape.widths), shape.channels, shape.channels).to(device)
     subjects = [Subject(layer, features, name) for name in implementations]
     expected = subjects[0].training()
     errors = [disagreement(subject.training(), expected) for subject in subjects]
-    forward = time_interleaved([subject.inference for subject in subjects], max(3, repeats // 4))
-    both = time_interleaved([subject.training for subject in subjects], repeats, progress=tick)
+    forward = time_interleaved([subject.inference for subject in subjects], max(3, repeats // 4), finish=finish)
+    both = time_interleaved([subject.training for subject in subjects], repeats, progress=tick, finish=finish)
     flops = FLOPS[kind](shape.widths, shape.channels, shape.channels, shape.batch_size)
     least = floor_seconds(
         machine,
@@ -112,7 +119,7 @@ def measure(
     )
     rows: list[dict[str, object]] = []
     for name, subject, error, inference, training in zip(implementations, subjects, errors, forward, both, strict=True):
-        memory = peak_memory(subject.training)
+        memory = peak_memory(subject.training, device)
         rows.append(
             {
                 "layer": kind,
@@ -139,14 +146,16 @@ def measure(
 def run(arguments: argparse.Namespace) -> None:
     console = wide_console()
     threads = set_threads(arguments.threads)
-    implementations = ["reference", *(name for name in available_backends() if name != "reference")]
+    device = torch.device(arguments.device)
+    implementations = ["reference", *(name for name in backends_on(device) if name != "reference")]
     if arguments.compile:
         implementations.insert(1, COMPILED)
-    machine = Machine.measure()
+    machine = Machine.measure(device=device)
+    where = f"{threads} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
     table = Table(
-        title=f"One layer, forward + backward, float32, {threads} threads, {arguments.repeats} interleaved repeats",
+        title=f"One layer, forward + backward, float32, {where}, {arguments.repeats} interleaved repeats",
         caption=(
-            f"floor: {machine.flops / 1e9:.0f} GFLOP/s (torch.mm 512³), copies at {machine.warm_bytes / 1e9:.1f} GB/s "
+            f"floor: {machine.flops / 1e9:.0f} GFLOP/s (large torch.mm), copies at {machine.warm_bytes / 1e9:.1f} GB/s "
             f"into warm and {machine.fresh_bytes / 1e9:.1f} GB/s into fresh memory, measured in this run"
         ),
     )
@@ -161,7 +170,13 @@ def run(arguments: argparse.Namespace) -> None:
                 for key in arguments.shapes:
                     progress.update(task, description=f"{kind} {key}")
                     rows = measure(
-                        kind, SHAPES[key], implementations, arguments.repeats, machine, lambda: progress.advance(task)
+                        kind,
+                        SHAPES[key],
+                        implementations,
+                        arguments.repeats,
+                        machine,
+                        lambda: progress.advance(task),
+                        device,
                     )
                     _add_to(table, key, rows)
                     if arguments.out:
@@ -169,6 +184,16 @@ def run(arguments: argparse.Namespace) -> None:
         except KeyboardInterrupt:
             console.print("interrupted: the finished rows follow")
     console.print(table)
+
+
+def backends_on(device: torch.device) -> list[str]:
+    """The backends that can run here on float32 tensors of a device, but for those that only tests ask for."""
+    return [
+        backend.name
+        for backend in backends()
+        if backend.missing() is None and backend.unsupported(device, torch.float32) is None
+        if backend.automatic or backend.name == "reference"
+    ]
 
 
 def _add_to(table: Table, key: str, rows: list[dict[str, object]]) -> None:
@@ -195,5 +220,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=20, help="timed calls of each implementation (default 20)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("--compile", action="store_true", help=f"also {COMPILED}; compiling takes minutes")
+    parser.add_argument("--device", default="cpu", help='where to run: "cpu" (default) or "cuda"')
     parser.add_argument("--out", type=Path, help="folder for layers.csv, to which rows are appended")
     parser.set_defaults(run=run)

@@ -12,6 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -27,16 +29,20 @@ def time_interleaved(
     repeats: int,
     warmup: int = 3,
     progress: Callable[[], object] = lambda: None,
+    finish: Callable[[], object] = lambda: None,
 ) -> list[Timing]:
-    """Times the functions in turn, call by call, so that whatever else the machine does falls on all alike."""
+    """Times the functions in turn, call by call, so that whatever else the machine does falls on all alike. `finish` is
+    called inside the time of each: on a GPU it waits for the work to end."""
     for function in functions:
         for _ in range(warmup):
             function()
+    finish()
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats):
         for seconds, function in zip(times, functions, strict=True):
             start = time.perf_counter()
             function()
+            finish()
             seconds.append(time.perf_counter() - start)
         progress()
     return [timing(seconds) for seconds in times]
@@ -48,9 +54,22 @@ def timing(seconds: list[float]) -> Timing:
     return Timing(cuts[1], cuts[4], cuts[7])
 
 
-def peak_memory(function: Callable[[], object]) -> int:
-    """Bytes held at the peak of one call beyond those held before it, from the profiler's allocation events."""
+def finisher(device: torch.device) -> Callable[[], object]:
+    """What waits for a device."""
+    return (lambda: None) if device.type == "cpu" else lambda: torch.cuda.synchronize(device)
+
+
+def peak_memory(function: Callable[[], object], device: torch.device = CPU) -> int:
+    """Bytes held at the peak of one call beyond those held before it: from the profiler's allocation events, on a GPU
+    from the allocator's statistics."""
     function()
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        function()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     results = profiler.profiler.kineto_results

@@ -10,10 +10,10 @@ import torch
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.layers import LAYERS, Shape, Subject, disagreement
-from benchmarks.measure import set_threads, time_interleaved
+from benchmarks.layers import LAYERS, Shape, Subject, backends_on, disagreement
+from benchmarks.measure import CPU, set_threads, time_interleaved
 from benchmarks.report import append_rows, wide_console
-from magep_fast import WeightSpace, available_backends
+from magep_fast import WeightSpace
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def plot(rows: list[dict[str, object]], path: Path) -> None:
 def run(arguments: argparse.Namespace) -> None:
     console = wide_console()
     threads = set_threads(arguments.threads)
-    backends = [name for name in available_backends() if name != "reference"]
+    backends = [name for name in backends_on(CPU) if name != "reference"]
     rows: list[dict[str, object]] = []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("timing", total=len(LAYERS) * sum(len(sweep.values) for sweep in SWEEPS))

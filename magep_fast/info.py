@@ -32,6 +32,19 @@ def _cuda_kernels() -> str:
     return text
 
 
+def _choice(device: torch.device, dtype: torch.dtype) -> str:
+    """The backend that "auto" takes and, on a GPU, why those made for it do not."""
+    chosen = choose_backend("auto", device, dtype).name
+    reasons = [
+        f"{backend.name}: {reason}"
+        for backend in backends()
+        if device.type != "cpu" and chosen == "torch" and backend.name not in ("cpu", "reference", "torch")
+        if (reason := backend.missing() or backend.unsupported(device, dtype)) is not None
+    ]
+    line = f"{str(dtype).removeprefix('torch.'):<9} {chosen}"
+    return f"{line} ({'; '.join(reasons)})" if reasons else line
+
+
 def report() -> str:
     """The report as text."""
     native = native_module()
@@ -61,9 +74,9 @@ def report() -> str:
         lines.append(f"  {backend.name:<11} {'available' if missing is None else 'missing: ' + missing}")
     variable = os.environ.get(ENVIRONMENT_VARIABLE)
     lines.append(f"{ENVIRONMENT_VARIABLE} is {variable or 'not set'}")
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        choice = choose_backend("auto", torch.device("cpu"), dtype).name
-        lines.append(f"auto on cpu, {str(dtype).removeprefix('torch.'):<9} {choice}")
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            lines.append(f"auto on {device}, {_choice(torch.device(device), dtype)}")
     return "\n".join(lines)
 
 

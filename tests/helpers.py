@@ -3,10 +3,12 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from magep_fast import MagepInvariant, MonomialEquivariant, WeightFeatures, WeightSpace, available_backends
+from benchmarks.layers import backends_on
+from magep_fast import MagepInvariant, MonomialEquivariant, WeightFeatures, WeightSpace
 from magep_fast.terms import NAMES
 
-BACKENDS = available_backends()
+BACKENDS = tuple(backends_on(torch.device("cpu")))
+"""Those that take CPU tensors as they are: not `triton`, whose own tests are in test_triton_kernels.py."""
 
 
 def random_features(space, channels=2, batch_size=2, dtype=torch.float64):

@@ -8,7 +8,8 @@ from benchmarks.floor import Machine, equivariant_flops, floor_seconds
 from benchmarks.layers import LAYERS, Shape, Subject, disagreement, measure
 from benchmarks.measure import count_ops, peak_memory, time_interleaved
 from benchmarks.report import append_rows
-from magep_fast import WeightSpace, available_backends
+from magep_fast import WeightSpace
+from tests.helpers import BACKENDS
 
 TINY = Shape("tiny", (2, 5, 4, 3), 3, 2)
 MACHINE = Machine(flops=1e9, warm_bytes=1e9, fresh_bytes=1e9)
@@ -37,7 +38,7 @@ def test_views_are_not_counted_as_ops():
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_one_row_for_each_implementation(kind):
-    names = list(available_backends())
+    names = list(BACKENDS)
     rows = measure(kind, TINY, names, 2, MACHINE, lambda: None)
     assert [row["implementation"] for row in rows] == names
     assert rows[0]["speed_up"] == 1
@@ -82,7 +83,7 @@ def test_rows_are_appended_under_one_header(tmp_path):
 
 def test_scaling_measures_and_plots(tmp_path):
     sweep = scaling.Sweep("depth", (2, 3))
-    backends = [name for name in available_backends() if name != "reference"]
+    backends = [name for name in BACKENDS if name != "reference"]
     rows = [row for value in sweep.values for row in scaling.measure("invariant", sweep, value, backends, 0.01)]
     assert all(row["ns_per_weight"] > 0 for row in rows)
     scaling.plot(rows, tmp_path / "scaling.png")

@@ -3,10 +3,10 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
-from magep_fast import WeightFeatures, WeightSpace, available_backends
+from magep_fast import WeightFeatures, WeightSpace
 from magep_fast.ops import chain
 from magep_fast.ops.library import missing_library
-from tests.helpers import random_features
+from tests.helpers import BACKENDS, random_features
 
 SPACES = [WeightSpace(widths) for widths in [(3, 2), (2, 5, 3), (3, 1, 4, 2), (1, 17, 9, 33, 8), (2, 3, 4, 5, 3, 2)]]
 
@@ -17,7 +17,7 @@ def flat(features, backend):
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-@pytest.mark.parametrize("backend", available_backends())
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_chain_is_the_product_of_weights_and_biases(space, backend):
     features = random_features(space, 3, 2, torch.float64)
     W, b, L = features.weights, features.biases, space.num_layers
@@ -37,7 +37,7 @@ def test_chain_is_the_product_of_weights_and_biases(space, backend):
     torch.testing.assert_close(prefixes[-1][..., : space.n_in], product)
 
 
-@pytest.mark.parametrize("backend", available_backends())
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_derivatives(backend):
     features = random_features(WeightSpace((2, 3, 4, 2)), 2, 2, torch.float64)
     tensors = [x.requires_grad_() for x in features.tensors()]

@@ -3,7 +3,7 @@
 import warnings
 
 from magep_fast import factored, reference
-from magep_fast.ops import cuda, native
+from magep_fast.ops import cuda, native, triton
 from magep_fast.ops.backends import Backend, register_backend
 from magep_fast.ops.chain import chain
 from magep_fast.ops.equivariant import equivariant
@@ -17,6 +17,8 @@ if missing_library() is None:
 else:
     warnings.warn(f"magep_fast runs without native kernels: {missing_library()}", RuntimeWarning, stacklevel=2)
 
+triton.register()
+
 register_backend(
     Backend("reference", reference.chain, reference.equivariant, reference.invariant, automatic=False),
 )
@@ -25,6 +27,17 @@ register_backend(
 )
 register_backend(
     Backend("cpu", native.chain, native.equivariant, native.invariant, missing_library, native.unsupported),
+)
+register_backend(
+    Backend(
+        "triton",
+        triton.chain,
+        triton.equivariant,
+        triton.invariant,
+        triton.missing,
+        triton.unsupported,
+        automatic=not triton.interpreted(),  # the interpreter is for tests, never fast
+    ),
 )
 register_backend(
     Backend(

@@ -1,0 +1,126 @@
+"""What can be said of the backend `triton` without running a kernel."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks.compile import layer_launches
+from benchmarks.layers import SHAPES, Shape
+from magep_fast import MagepInvariant, WeightSpace, info
+from magep_fast.ops import triton
+from magep_fast.ops.backends import choose_backend
+from tests.helpers import random_features
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Whether the backend is missing is found out anew, before and after."""
+    triton.missing.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    triton.missing.cache_clear()
+
+
+def test_missing_triton_is_explained(fresh):
+    fresh.setattr(importlib.util, "find_spec", lambda name: None)
+    assert triton.missing() == "triton is not installed; run pip install triton"
+
+
+@needs_triton
+def test_missing_gpu_is_explained(fresh):
+    fresh.setattr(torch.cuda, "is_available", lambda: False)
+    fresh.delenv("TRITON_INTERPRET", raising=False)
+    assert "torch sees no GPU" in triton.missing()
+    fresh.setenv("TRITON_INTERPRET", "1")
+    triton.missing.cache_clear()
+    assert triton.missing() is None
+
+
+@pytest.mark.parametrize(
+    ("interpret", "device", "dtype", "reason"),
+    [
+        ("0", CUDA, torch.float32, None),
+        ("0", CUDA, torch.bfloat16, None),
+        ("0", CUDA, torch.float64, "it computes in float32, bfloat16, float16"),
+        ("0", CPU, torch.float32, "GPU tensors only"),
+        ("1", CPU, torch.float64, None),
+        ("1", CPU, torch.int64, "it computes in float64, float32, bfloat16, float16"),
+        ("1", CUDA, torch.float32, "runs on CPU tensors"),
+    ],
+)
+def test_unsupported_tensors_are_explained(monkeypatch, interpret, device, dtype, reason):
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    found = triton.unsupported(device, dtype)
+    assert found is None if reason is None else reason in found
+
+
+def test_a_cpu_tensor_outside_the_interpreter_is_a_clear_error(fresh):
+    fresh.delenv("TRITON_INTERPRET", raising=False)
+    fresh.setattr(torch.cuda, "is_available", lambda: True)
+    fresh.setattr(importlib.util, "find_spec", lambda name: object())
+    space = WeightSpace((2, 3, 2))
+    layer = MagepInvariant(space, 2, 1, backend="triton")
+    with pytest.raises(
+        RuntimeError, match=r"backend 'triton' cannot take torch\.float32 tensors on cpu: .*TRITON_INTERPRET"
+    ):
+        layer(random_features(space, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_auto_never_chooses_it_for_cpu_tensors(interpret):
+    environment = {**os.environ, "TRITON_INTERPRET": interpret}
+    run = subprocess.run(
+        [sys.executable, "-m", "magep_fast.info"], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert run.returncode == 0, run.stderr
+    assert re.search(r"^auto on cpu, float32   (cpu|torch)$", run.stdout, re.MULTILINE)
+
+
+def test_auto_on_gpu_tensors_falls_back_with_a_reason(fresh):
+    fresh.delenv("TRITON_INTERPRET", raising=False)
+    fresh.setattr(torch.cuda, "is_available", lambda: True)
+    fresh.setattr(importlib.util, "find_spec", lambda name: object())
+    fresh.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    assert choose_backend("auto", CUDA, torch.float64).name == "torch"
+    report = info.report()
+    assert "auto on cuda, float64   torch (triton: it computes in float32, bfloat16, float16)" in report
+
+
+def test_report_says_why_it_does_not_run(fresh):
+    fresh.setattr(torch.cuda, "is_available", lambda: False)
+    fresh.setattr(triton, "interpreted", lambda: False)
+    fresh.setattr(importlib.util, "find_spec", lambda name: object())
+    assert "  triton      missing: torch sees no GPU" in info.report()
+
+
+@needs_triton
+@pytest.mark.parametrize("activation", [None, "sin"])
+@pytest.mark.parametrize("L", [2, 3, 4, 8, 12])
+def test_launches_do_not_depend_on_the_number_of_layers(L, activation):
+    for batch_size, backward in ((2, 5), (100_000, 8)):  # a large batch goes backward in two halves
+        shape = Shape("any", (3, *(5,) * (L - 1), 2), 4, batch_size)
+        equivariant = layer_launches("equivariant", shape, torch.float32, activation)
+        assert len(equivariant["forward"]) == 3 and len(equivariant["backward"]) == backward
+        invariant = layer_launches("invariant", shape, torch.float32)
+        assert len(invariant["forward"]) == 2 and len(invariant["backward"]) == 4
+
+
+@needs_triton
+def test_default_configuration_is_the_table_s():
+    from magep_fast.triton_kernels import launch
+
+    for shape in SHAPES.values():
+        for kind in ("float32", "16-bit"):
+            problem = launch.Problem(shape.batch_size, shape.channels, shape.channels, shape.widths, torch.float32)
+            assert (problem.d, problem.e, launch.width_class(problem), kind) in launch.DEFAULTS
+    config = launch.default_config(problem)
+    assert launch.choose_config("equivariant", problem, lambda config: 1 / 0, CPU) == config
+    assert config in launch.candidates(problem)
