@@ -17,6 +17,7 @@ from magep_fast import WeightSpace, info
 from magep_fast.ops import backends, cuda, native
 from magep_fast.ops.backends import Backend, choose_backend, register_backend
 from magep_fast.ops.library import missing_library
+from magep_fast.terms import GROUPS, invariant_table
 from tests.helpers import random_features
 
 GPU = torch.device("cuda", 0)
@@ -205,8 +206,8 @@ def test_model_counts_launches_and_bytes(gpu, kind, name):
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("equivariant", [True, False])
 def test_model_lays_out_what_is_saved_as_the_operators_do(name, equivariant):
-    """But for one copy of P_L, which only the CPU keeps."""
     shape = SHAPES[name]
     sizes = cuda_model.Sizes(shape.widths, shape.channels, shape.channels, equivariant)
-    copy = shape.widths[0] * shape.widths[-1] * shape.channels
-    assert sizes.saved + copy == native._saved_size(shape.widths, shape.channels, equivariant)
+    space, device = WeightSpace(shape.widths), torch.device("cuda")
+    features = invariant_table(space, shape.channels, 1, GROUPS["all"]).outputs[0].shape[1]
+    assert sizes.saved == native._saved_size(shape.widths, shape.channels, equivariant, device) + features
