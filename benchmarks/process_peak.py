@@ -27,7 +27,9 @@ def measure(table: str, model: str, device: str, threads: int) -> float:
 
 def main(table: str, model: str, device: str, threads: str) -> None:
     from benchmarks.tables import WORKS, Subject
+    from benchmarks.training import keep_freed_memory
 
+    keep_freed_memory()
     torch.set_num_threads(int(threads))
     work = WORKS[table]
     entry = next(entry for entry in work.entries() if entry.name == model)

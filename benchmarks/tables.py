@@ -25,7 +25,7 @@ from benchmarks.measure import count_ops, peak_memory, set_threads, timing
 from benchmarks.peers import PAPER, PaperRow, Subset, peers
 from benchmarks.report import append_rows, check_columns, environment, wide_console
 from benchmarks.tables_report import Row, describe, draw, number, write_markdown
-from benchmarks.training import Dataset, Trainer
+from benchmarks.training import Dataset, Trainer, keep_freed_memory
 from benchmarks.zoo import CNN, make_accuracies, make_classes, make_networks, read_zoo
 from magep_fast import WeightSpace
 from magep_fast.models import CIFAR10, MNIST, CnnGeneralization, Config
@@ -451,6 +451,7 @@ def resume(run: Run) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     console = wide_console()
+    keep_freed_memory()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\._inductor")  # of torch about itself
     tables = arguments.tables or (["relu", "tanh"] if arguments.full else list(WORKS))
     names = list(dict.fromkeys(entry.name for table in tables for entry in WORKS[table].entries()))

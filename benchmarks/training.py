@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from magep_fast import WeightFeatures
+
+
+def keep_freed_memory() -> bool:
+    """Tells glibc's allocator to keep what is freed, as a training loop asks for the same sizes at every step: otherwise
+    the pages of every gradient come fresh from the system each time. Process-wide, so for all systems alike; says
+    whether the allocator is one that listens."""
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+    libc, most = ctypes.CDLL(None), 2**30
+    return bool(libc.mallopt(mmap_threshold, most)) and bool(libc.mallopt(trim_threshold, most))
 
 
 class Dataset:
