@@ -29,9 +29,12 @@ $(STAMP): $(NATIVE) $(VENV)/.requirements
 	PATH="$(CURDIR)/$(BIN):$$PATH" CMAKE_ARGS="-DMAGEP_WERROR=ON" $(BIN)/pip install --quiet --no-build-isolation --editable ".[test,bench,dev,triton]"
 	touch $@
 
+# One process per core, each with one thread but where a test sets more: two OpenMP teams on the same cores crawl.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
+
 test: $(STAMP)
-	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m gpu
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) -m gpu
 	$(call RUN_CTEST,build/ctest,)
 
 # On a machine with a GPU: the kernels against the reference, then the layers timed.

@@ -1,4 +1,4 @@
-"""python -m benchmarks.cuda_model: what the CUDA kernels will do on a GPU, counted and not measured.
+"""What the CUDA kernels will do on a GPU, counted and not measured: part of python -m benchmarks model.
 
 Launches, blocks, occupancy and bytes of memory follow the plan of csrc/cuda/layers.cu for float32; registers are those
 of csrc/cuda/resources.csv. Bytes are those that a launch touches at least once, as if the second-level cache kept what
@@ -8,14 +8,13 @@ several blocks read.
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 
 from benchmarks.layers import LAYERS, SHAPES
-from benchmarks.report import wide_console
 
 RESOURCES = Path(__file__).resolve().parent.parent / "csrc" / "cuda" / "resources.csv"
 THREADS, TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 256, 32, 64, 16
@@ -202,21 +201,18 @@ def counts(widths: Sequence[int], channels: int, batch: int, equivariant: bool) 
     ]
 
 
-def tabulate() -> Table:
-    """The counts of the benchmarks' shapes."""
+def tabulate(keys: Iterable[str]) -> Table:
+    """The counts of the benchmarks' shapes of these names."""
     table = Table(title="CUDA kernels, counted and not measured: float32, no activation")
     for name in ("shape", "layer", "GPU", "direction", "kernel"):
         table.add_column(name)
     for name in ("blocks", "shared KiB", "occupancy", "MB read", "MB written"):
         table.add_column(name, justify="right")
-    for key, shape in SHAPES.items():
+    for key in keys:
+        shape = SHAPES[key]
         for kind in LAYERS:
             for gpu, direction, x in counts(shape.widths, shape.channels, shape.batch_size, kind == "equivariant"):
                 sizes = (f"{x.shared / 1024:.1f}", f"{x.occupancy:.0%}", f"{x.bytes_read / 1e6:.2f}")
                 row = (key, kind, gpu, direction, x.kernel, str(x.blocks), *sizes, f"{x.bytes_written / 1e6:.2f}")
                 table.add_row(*row)
     return table
-
-
-if __name__ == "__main__":
-    wide_console().print(tabulate())

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from benchmarks import cuda_model
 from benchmarks.layers import LAYERS, SHAPES, Shape, Subject
 from benchmarks.report import append_rows, wide_console
 from magep_fast import WeightSpace
@@ -515,6 +516,7 @@ def run(arguments: argparse.Namespace) -> None:
                 table.add_row(*(str(x) for x in row.values()), end_section=k == len(some) - 1)
     console.print(table)
     console.print("\n".join(f"- {line}" for line in ASSUMPTIONS))
+    console.print(cuda_model.tabulate(arguments.shapes))
     if arguments.out:
         append_rows(arguments.out / "model.csv", everything)
 

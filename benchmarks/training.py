@@ -13,7 +13,7 @@ from magep_fast import WeightFeatures
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc's allocator to keep what is freed, as a training loop asks for the same sizes at every step: otherwise
+    """Tells glibc's allocator to keep what is freed, as a training loop asks for the same sizes at every step: else
     the pages of every gradient come fresh from the system each time. Process-wide, so for all systems alike; says
     whether the allocator is one that listens."""
     if platform.libc_ver()[0] != "glibc":

@@ -28,7 +28,9 @@ def test_every_system_of_the_paper_is_there():
         assert names - set(PAPER[subset]) == {"MLP", "GNN-32"}
 
 
-@pytest.mark.parametrize(("subset", "peer"), [x for x in PEERS if x[1].paper.parameters], ids=str)
+@pytest.mark.parametrize(
+    ("subset", "peer"), [x for x in PEERS if x[1].paper.parameters], ids=lambda x: getattr(x, "name", x)
+)
 def test_parameter_counts_are_the_paper_s(subset, peer):
     parameters = sum(p.numel() for p in peer.build(CNN).parameters())
     assert parameters == pytest.approx(peer.paper.parameters * 1e6, rel=0.02)
