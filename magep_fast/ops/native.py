@@ -253,8 +253,8 @@ class _Linear:
 
 def _shares_Wb(weights: Sequence[Tensor], biases: Sequence[Tensor], readout: Tensor) -> bool:
     """Whether [Wb] has one coefficient for all t, by the columns of the last matrix."""
-    L, n_0, n_L, d = len(weights), weights[0].shape[-1], weights[-1].shape[-2], biases[0].shape[1]
-    return L > 2 and readout.shape[1] == d * (3 * n_L * n_0 + 2 * n_L + 2 * (L - 1)) + 1
+    L, n_0, n_L, d = len(weights), int(weights[0].shape[-1]), int(weights[-1].shape[-2]), int(biases[0].shape[1])
+    return L > 2 and int(readout.shape[1]) == d * (3 * n_L * n_0 + 2 * n_L + 2 * (L - 1)) + 1
 
 
 def _out_taps(n_0: int, n_L: int, matrices: Sequence[Tensor], out_channels: int) -> tuple[int, ...]:
