@@ -30,7 +30,7 @@ $(STAMP): $(NATIVE) $(VENV)/.requirements
 	touch $@
 
 # One process per core, each with one thread but where a test sets more: two OpenMP teams on the same cores crawl.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 
 test: $(STAMP)
 	$(PYTEST)

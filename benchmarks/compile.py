@@ -97,7 +97,8 @@ def _type(value: Any) -> Any:
 
 
 def compile_launch(launch: Any, target: str) -> Any:
-    """Compiles a launch as Triton's own launcher would, with the same facts about divisibility by 16."""
+    """Compiles a launch as Triton's own launcher would: numbers that are 1 as constants (but inside tuples), the same
+    facts about divisibility by 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -107,7 +108,7 @@ def compile_launch(launch: Any, target: str) -> Any:
     facts: dict[tuple[int, ...], Any] = {}
     for position, name in enumerate(launch.kernel.arg_names):
         value = launch.arguments[name]
-        if name.isupper() or value is None:
+        if name.isupper() or value is None or (isinstance(value, int) and value == 1):
             signature[name], constants[name] = "constexpr", value
             continue
         signature[name] = _type(value)

@@ -7,6 +7,9 @@ import os
 
 import torch
 
-import magep_fast  # noqa: F401  defines the operators
+from magep_fast.ops import cuda, native
+from magep_fast.ops.backends import Backend, register_backend
+from magep_fast.ops.library import missing_library
 
 torch.ops.load_library(os.environ["MAGEP_CUDA_ON_HOST"])
+register_backend(Backend("cpu", cuda.chain, cuda.equivariant, cuda.invariant, missing_library, native.unsupported))

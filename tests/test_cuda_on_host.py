@@ -13,6 +13,8 @@ import pytest
 
 from magep_fast.ops.library import missing_library
 
+pytestmark = pytest.mark.xdist_group("cuda on host")  # one process builds the library
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cuda-on-host"
 # Tests of numbers and of messages; those of threads and of the linear layer are the CPU backend's own.

@@ -1,6 +1,7 @@
 """The Triton kernels compiled ahead of time for GPUs that are not here; no GPU is needed, and none is used."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,6 +38,13 @@ def test_every_kernel_fits(key, target):
     }
     for row in rows:
         assert_fits(row)
+
+
+def test_one_network_compiles():
+    """Arguments that are 1 become constants."""
+    for launches in layer_launches("equivariant", replace(SHAPES["c"], batch_size=1), torch.float32).values():
+        for launch in launches:
+            compile_launch(launch, "sm_90")
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])

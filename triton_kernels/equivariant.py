@@ -40,6 +40,7 @@ from magep_fast.triton_kernels.tiles import (
     prefix_at,
     section_at,
     sum_launch,
+    wide,
 )
 from torch import Tensor
 
@@ -541,7 +542,7 @@ def middle_parameters(
     weight_bar = tl.zeros((BLOCK_E, BLOCK_D), COMPUTE)
     product_bar = tl.zeros((BLOCK_E, BLOCK_D), COMPUTE)
     outer_bar = tl.zeros((BLOCK_E, BLOCK_D), COMPUTE)
-    everything = count.to(tl.int64) * (j_blocks * k_blocks)
+    everything = wide(count) * (j_blocks * k_blocks)
     for step in range(everything * split // parts, everything * (split + 1) // parts):
         b = first + count - 1 - (step // (j_blocks * k_blocks)).to(tl.int32)
         place = (step % (j_blocks * k_blocks)).to(tl.int32)
@@ -606,7 +607,7 @@ def edge_parameters(
     grad, values = pick(grads, out_index), pick(kept, out_index)
     y_blocks = tl.cdiv(positions, BLOCK_Y)
     matrix_bar = tl.zeros((BLOCK_R, BLOCK_D), COMPUTE)
-    everything = count.to(tl.int64) * y_blocks
+    everything = wide(count) * y_blocks
     for step in range(everything * split // parts, everything * (split + 1) // parts):
         b = first + (step // y_blocks).to(tl.int32)
         y = (step % y_blocks).to(tl.int32) * BLOCK_Y + tl.arange(0, BLOCK_Y)

@@ -44,12 +44,18 @@ def number(items, index):
 
 
 @triton.jit
+def wide(x):
+    """An argument in 64 bits; Triton makes a constant of an argument that is 1, which knows no conversion."""
+    return tl.full((), 1, tl.int64) * x
+
+
+@triton.jit
 def prefix_at(widths, i, items, item, N_0: tl.constexpr):
     """Offset of A_i of an item; items = B·d."""
     before = tl.full((), 0, tl.int64)
     for k in tl.static_range(1, len(widths)):
         before += tl.where(k < i, (N_0 + k) * widths[k], 0)
-    return items.to(tl.int64) * before + item.to(tl.int64) * ((N_0 + i) * number(widths, i))
+    return wide(items) * before + item.to(tl.int64) * ((N_0 + i) * number(widths, i))
 
 
 @triton.jit
@@ -58,7 +64,7 @@ def section_at(widths, i, items, item, ROWS: tl.constexpr):
     before = tl.full((), 0, tl.int64)
     for k in tl.static_range(1, len(widths)):
         before += tl.where(k < i, widths[k], 0)
-    return ROWS * (items.to(tl.int64) * before + item.to(tl.int64) * number(widths, i))
+    return ROWS * (wide(items) * before + item.to(tl.int64) * number(widths, i))
 
 
 @triton.jit
@@ -70,7 +76,7 @@ def connection_at(i, b, batch, d, L: tl.constexpr, N_0: tl.constexpr):
 @triton.jit
 def last_connection_at(b, batch, d, L: tl.constexpr, N_0: tl.constexpr, N_L: tl.constexpr):
     """Offset of H of a network, first channel."""
-    return batch.to(tl.int64) * (L * (N_0 + 1) * N_0 * d) + b.to(tl.int64) * (2 * N_L * N_L * d)
+    return wide(batch) * (L * (N_0 + 1) * N_0 * d) + b.to(tl.int64) * (2 * N_L * N_L * d)
 
 
 @triton.jit
@@ -143,14 +149,15 @@ def copy(
 def activated(x, ACTIVATION: tl.constexpr):
     """f(x) in the dtype of x."""
     if ACTIVATION == "relu":
-        x = tl.maximum(x, 0.0)
+        x = tl.where(x < 0, 0.0, x)  # NaN stays NaN
     elif ACTIVATION == "tanh":
         # 1 − 2/(e^2|x| + 1), exact for large |x|, and its series where the difference would cancel.
         size = tl.abs(x)
         far = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
         square = x * x
-        near = size * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315))))
-        y = tl.where(size < 0.05, near, far)
+        series = 62 / 2835 + square * (-1382 / 155925 + square * (21844 / 6081075))
+        near = size * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * series))))
+        y = tl.where(size < 0.25, near, far)
         x = tl.where(x < 0, -y, y)
     elif ACTIVATION == "sin":
         x = tl.sin(x)
@@ -164,7 +171,7 @@ def load_gradient(grad, kept, offsets, mask, COMPUTE: tl.constexpr, ACTIVATION: 
     if ACTIVATION is not None:
         y = tl.load(kept + offsets, mask=mask, other=0.0).to(COMPUTE)
         if ACTIVATION == "relu":
-            g = tl.where(y > 0, g, 0.0)
+            g = tl.where(y <= 0, 0.0, g)
         elif ACTIVATION == "tanh":
             g = g * (1.0 - y * y)
         else:

@@ -122,17 +122,16 @@ inline typename Simd<T>::Vec activation_value(Activation f, typename Simd<T>::Ve
   return x;
 }
 
-// f'(x) from what the forward pass leaves: y = f(x) for relu and tanh, x for sin.
+// bar f'(x) from what the forward pass leaves: y = f(x) for relu and tanh, x for sin.
 template <typename T>
-inline typename Simd<T>::Vec activation_slope(Activation f, typename Simd<T>::Vec known) {
-  const auto one = Simd<T>::broadcast(T(1));
+inline typename Simd<T>::Vec activation_gradient(Activation f, typename Simd<T>::Vec bar, typename Simd<T>::Vec known) {
   switch (f) {
-    case Activation::relu: return known > 0 ? one : typename Simd<T>::Vec{};
-    case Activation::tanh: return one - known * known;
-    case Activation::sin: return Elementary<T>::cosine(known);
+    case Activation::relu: return known <= 0 ? typename Simd<T>::Vec{} : bar;
+    case Activation::tanh: return bar * (T(1) - known * known);
+    case Activation::sin: return bar * Elementary<T>::cosine(known);
     case Activation::none: break;
   }
-  return one;
+  return bar;
 }
 
 // A tensor of the layer's outputs: f is applied as values are stored, and where the backward pass needs them the values
@@ -167,7 +166,7 @@ struct Destination {
 // The gradient of a tensor of the layer's outputs, loaded as the gradient before the activation.
 template <typename S, typename T>
 struct Incoming {
-  const S *bar, *known;  // known: what activation_slope takes
+  const S *bar, *known;  // known: what activation_gradient takes
   Activation f;
 
   Incoming operator+(int64_t offset) const { return {bar + offset, known ? known + offset : nullptr, f}; }
@@ -180,7 +179,7 @@ inline void load_row(Incoming<S, T> from, int64_t count, T* to) {
   for_lanes<T>(count, [&](int64_t k, auto lanes) {
     T row[Simd<T>::kWidth] = {};
     load_row(from.known + k, lanes, row);
-    store_lanes(to + k, load_lanes(to + k, lanes) * activation_slope<T>(from.f, Simd<T>::load(row)), lanes);
+    store_lanes(to + k, activation_gradient<T>(from.f, load_lanes(to + k, lanes), Simd<T>::load(row)), lanes);
   });
 }
 

@@ -218,8 +218,10 @@ const char* backward(const MagepCudaCall& call, const void* const* output_grads,
 using namespace magep::cuda;
 
 int64_t magep_cuda_saved_size(const MagepCudaCall* call) {
-  if (check(*call)) return -1;
-  const Shape s = make_shape(*call);
+  MagepCudaCall any = *call;
+  any.batch = std::max<int64_t>(any.batch, 1);  // no network needs no less
+  if (check(any)) return -1;
+  const Shape s = make_shape(any);
   return int64_t(Layout(s).size) * s.d + 1;
 }
 

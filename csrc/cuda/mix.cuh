@@ -121,7 +121,10 @@ struct OutputGradient {
 
   __device__ T operator()(int64_t at) const {
     const T value = load(grad[at]);
-    return activation == Activation::none ? value : value * derivative(activation, T(load(given[at])));
+    if (activation == Activation::none) return value;
+    const T known = load(given[at]);
+    if (activation == Activation::relu) return known <= T(0) ? T(0) : value;
+    return value * derivative(activation, known);
   }
 };
 

@@ -65,7 +65,11 @@ class Call {
   // Of parameters and of what is saved.
   ScalarType computation() const { return dtype() == ScalarType::Double ? ScalarType::Double : ScalarType::Float; }
   bool empty() const { return shape_.B == 0; }
-  int64_t saved_size() const { return magep_cuda_saved_size(&call_); }
+  int64_t saved_size() const {
+    const int64_t size = magep_cuda_saved_size(&call_);
+    STD_TORCH_CHECK(size >= 0, op_, ": the networks are too large or too deep for the CUDA kernels");
+    return size;
+  }
 
   // Weights, then biases.
   std::vector<Sizes> feature_shapes(int64_t channels) const {
