@@ -6,8 +6,8 @@ from benchmarks.peers import PAPER, SUBSETS, peers
 from magep_fast import GroupElement, WeightSpace
 from tests.helpers import assert_same, random_features
 
-pytest.importorskip("nfn")
-pytest.importorskip("torch_geometric")
+pytest.importorskip("nfn", reason="the NP, HNP and STATNN rivals are made of nfn's layers: pip install .[bench]")
+pytest.importorskip("torch_geometric", reason="the graph rivals are made of its message passing: pip install .[bench]")
 
 CNN = WeightSpace((1, 16, 16, 16, 10), (9, 9, 9, 1))
 SMALL = WeightSpace((2, 6, 5, 4), (9, 4, 1))

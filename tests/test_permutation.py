@@ -9,7 +9,7 @@ SPACES = [WeightSpace((2, 5, 4, 3)), WeightSpace((1, 4, 6, 2), (9, 4, 1)), Weigh
 
 
 def nfn_spec(space):
-    common = pytest.importorskip("nfn.common")
+    common = pytest.importorskip("nfn.common", reason="compares with PyPI's nfn: pip install .[bench]")
     filters = [() if f == 1 else (f, 1) for f in space.taps]
     return common.NetworkSpec(
         [common.ArraySpec((n, m, *f)) for m, n, f in zip(space.widths, space.widths[1:], filters, strict=False)],
@@ -19,7 +19,7 @@ def nfn_spec(space):
 
 def to_nfn(features):
     """Taps leave the channel dimension: `[B, C, n, m, taps, 1]`."""
-    common = pytest.importorskip("nfn.common")
+    common = pytest.importorskip("nfn.common", reason="compares with PyPI's nfn: pip install .[bench]")
     weights = []
     for w, f in zip(features.weights, features.space.taps, strict=True):
         w = w if f == 1 else w.unflatten(1, (-1, f, 1)).permute(0, 1, 4, 5, 2, 3)
@@ -29,7 +29,7 @@ def to_nfn(features):
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
 def test_np_layer_is_nfn_s(space):
-    layers = pytest.importorskip("nfn.layers")
+    layers = pytest.importorskip("nfn.layers", reason="compares with PyPI's nfn: pip install .[bench]")
     ours = NPEquivariant(space, 2, 3).double()
     theirs = layers.NPLinear(nfn_spec(space), 2, 3).double()
     with torch.no_grad():
