@@ -271,7 +271,7 @@ class TritonCount:
     def matrix(self, what: str, i: int, bar: str = "") -> Part:
         return ("matrix_" + what + bar, i), 4 * self.sizes.matrix(what, i)
 
-    def share(self, what: str, i: int, chunk: int) -> Part:
+    def share(self, what: str, i: int, chunk: int = 0) -> Part:
         splits = self.splits[2 * i - (2 if what == "weight" else 1)]
         return ("share_" + what, i, chunk), 4 * splits * self.sizes.matrix(what, i)
 
@@ -297,20 +297,23 @@ class TritonCount:
         return 2.0 * self.d * (columns + small)
 
     def chain(self, mix: bool) -> Launch:
+        """All programs advance in step, the two chains of a network at the same time: the worst order for a cache."""
         launch = Launch("chain", self.B * self.chain_flops(mix))
-        for b in range(self.B):
-            launch.read(self.psi(mix))
-            for i in self.layers:
+        launch.read(self.psi(mix))
+        for i in self.layers:
+            t = self.L - i
+            for b in range(self.B):
                 launch.read(self.feature("weight", i, b), self.feature("bias", i, b))
                 if i > 1:
                     launch.read(self.A(i - 1, b))
                 launch.write(self.A(i, b))
+                if mix and t > 0:
+                    launch.read(self.feature("weight", t + 1, b), *([self.S(t + 1, b)] if i > 1 else []))
+                    launch.write(self.S(t, b))
+        for b in range(self.B):
             launch.write(self.F(b), *(self.G(i, b) for i in (self.layers if mix else [self.L])))
             if mix:
                 launch.write(self.H(b))
-                for t in reversed(self.hidden):
-                    launch.read(self.feature("weight", t + 1, b))
-                    launch.write(self.S(t, b))
         return launch
 
     def middle_flops(self, i: int, products: float) -> float:
@@ -381,15 +384,16 @@ class TritonCount:
             flops += 2 * d * positions * (rows * slots + products * -(-rows // self.config.r))
         launch = Launch("mix_backward", len(networks) * flops)
         launch.read(self.psi(True))
-        for i in self.hidden:
-            for b in networks:
-                launch.read(self.feature("grad_bias", i, b), self.A(i, b), self.G(i, b))
-            launch.write(self.share("bias", i, chunk), stream=True)
-        for i in (1, self.L):
-            for b in networks:
-                launch.read(self.feature("grad_weight", i, b))
-                launch.read(*((self.A(1, b), self.G(1, b)) if i == 1 else (self.S(i - 1, b), self.H(b))))
-            launch.write(self.share("weight", i, chunk), stream=True)
+        if chunk == len(self.chunks) - 1:  # of all networks at once: the matrices of the edges are larger than the data
+            for i in self.hidden:
+                for b in range(self.B):
+                    launch.read(self.feature("grad_bias", i, b), self.A(i, b), self.G(i, b))
+                launch.write(self.share("bias", i), stream=True)
+            for i in (1, self.L):
+                for b in range(self.B):
+                    launch.read(self.feature("grad_weight", i, b))
+                    launch.read(*((self.A(1, b), self.G(1, b)) if i == 1 else (self.S(i - 1, b), self.H(b))))
+                launch.write(self.share("weight", i), stream=True)
         for b in networks:
             self.read_edges(launch, b)
             launch.read(*(self.feature("grad_weight", i, b) for i in (1, self.L)))
@@ -409,26 +413,29 @@ class TritonCount:
         return launch
 
     def chain_backward(self, mix: bool, networks: range) -> Launch:
+        """In step, as the chains."""
         launch = Launch("chain_backward", 2 * len(networks) * self.chain_flops(mix))
+        launch.read(self.psi(mix))
         for b in networks:
-            launch.read(self.psi(mix), self.F(b, "_bar"), self.A(self.L, b), self.G(self.L, b))
+            launch.read(self.F(b, "_bar"), self.A(self.L, b), self.G(self.L, b))
             launch.write(self.G(self.L, b, "_bar"), self.A(self.L, b, "_bar"))
             if mix:
                 launch.read(self.H(b, "_bar"), *(self.G(i, b, "_bar") for i in self.hidden))
                 for i in self.middle:
                     launch.read(self.A(i, b), self.U_bar(i, b))
-            for i in range(self.L, 1, -1):
-                launch.read(self.feature("weight", i, b))
+        for i in range(self.L, 1, -1):
+            t = self.L - i + 1
+            for b in networks:
+                launch.read(self.A(i, b, "_bar"), self.feature("weight", i, b))
                 if mix:
                     launch.read(self.A(i - 1, b, "_bar"))
                 launch.write(self.A(i - 1, b, "_bar"))
+                if mix and t < self.L - 1:
+                    launch.read(self.S(t, b), self.g_bar(t, b), self.S(t, b, "_bar"), self.S(t + 1, b, "_bar"))
+                    launch.read(self.feature("weight", t + 1, b))
+                    launch.write(self.S(t, b, "_bar"), self.S(t + 1, b, "_bar"))
+        for b in networks:
             launch.write(*(self.feature("bias_bar", i, b) for i in self.layers), self.feature("weight_bar", 1, b))
-            if mix:
-                for i in self.middle:
-                    launch.read(self.S(i - 1, b), self.g_bar(i - 1, b), self.S(i - 1, b, "_bar"))
-                    launch.read(self.feature("weight", i, b), stream=True)
-                    launch.read(self.S(i, b, "_bar"))
-                    launch.write(self.S(i - 1, b, "_bar"), self.S(i, b, "_bar"))
             launch.write((("share_psi", b), 4 * self.sizes.psi(mix)))
         return launch
 
@@ -456,7 +463,7 @@ class TritonCount:
         launch = Launch("sum", float(self.B * self.sizes.psi(mix)))
         names = [(name, i) for i in self.layers for name in ("weight", "bias")][:-1] if mix else []
         for name, i in names:
-            for chunk in range(len(self.chunks)):
+            for chunk in range(len(self.chunks) if name == "weight" and i in self.middle else 1):
                 launch.read(self.share(name, i, chunk))
                 launch.flops += self.share(name, i, chunk)[1] / 4
             launch.write(self.matrix(name, i, "_bar"))
