@@ -29,7 +29,7 @@ else:
 
 from magep_fast.triton_kernels import launch  # noqa: E402
 
-only_on_a_gpu = pytest.mark.skipif(triton.interpreted(), reason="the interpreter has no CUDA graphs")
+only_on_a_gpu = pytest.mark.skipif(triton.interpreted(), reason="needs a GPU: the interpreter runs on the CPU")
 LAYERS = [MagepEquivariant, MagepInvariant]
 every_layer = pytest.mark.parametrize("kind", LAYERS)
 
@@ -120,6 +120,23 @@ def test_layers_larger_than_tiles(kind, monkeypatch):
     tiles = launch.Config(e=16, j=16, k=16, short=8, long=16, r=16, y=16, z=2, n=16)
     monkeypatch.setattr(launch, "default_config", lambda problem: tiles)
     assert_exact(*made(make_case((2, 18, 17, 2), 1, 1, 17), kind))
+
+
+def test_every_candidate_of_autotuning_computes_the_same(monkeypatch):
+    layer, features = made(make_case((1, 3, 2, 1), 1, 1, 2), MagepEquivariant)
+    problem = launch.Problem(1, 1, 2, (1, 3, 2, 1), EXACT)
+    for config in launch.candidates(problem):
+        monkeypatch.setattr(launch, "default_config", lambda problem, config=config: config)
+        assert_exact(layer, features)
+
+
+@only_on_a_gpu
+@every_layer
+def test_autotuned_results_agree_with_the_reference(kind, monkeypatch):
+    monkeypatch.setenv(launch.AUTOTUNE_VARIABLE, "1")
+    monkeypatch.setattr(launch, "_tuned", {})
+    assert_exact(*made(make_case((2, 8, 8, 3), 4, 16, 16), kind))
+    assert len(launch._tuned) == 2  # forward and backward
 
 
 def test_halves_of_a_batch(monkeypatch):
@@ -332,12 +349,4 @@ def test_tf32_is_used_only_where_torch_allows_it():
 @every_layer
 def test_training_is_captured_in_a_graph(kind):
     layer, features = made(make_case((2, 8, 8, 3), 4, 16, 16), kind, torch.float32)
-    for _ in range(3):
-        expected = derivatives(layer, features)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = derivatives(layer, features, [torch.ones_like(y) for y in tensors_of(layer(features))])
-    graph.replay()
-    expected = derivatives(layer, features, [torch.ones_like(y) for y in tensors_of(layer(features))])
-    for x, y in zip(found, expected, strict=True):
-        assert_same(x, y)
+    assert_captured_in_a_graph(layer, features)
