@@ -8,9 +8,10 @@ which they are numbered. Both pass through the same model of a cache, so that a 
 from __future__ import annotations
 
 import argparse
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,13 @@ ASSUMPTIONS = (
     "Memory traffic is what misses one least-recently-used cache as large as the GPU's last level (A100 and H100 L2, "
     "MI300X Infinity Cache), empty at first; what was written is written back when it leaves, and all of it in the "
     "end. Streams (.cs) leave at once.",
-    "Programs run in the order of their numbers, and those that share data at about the same time.",
+    "Programs run in the order of their numbers, and those that share data at about the same time; all programs of the "
+    "chains advance in step.",
+    "A whole last-level cache for one layer is the favourable case, of which the times are. Beside it: the same with "
+    "half the cache; and cold, where nothing survives from one launch to the next and each moves what it touches once.",
+    "Launches of the GPU kernels: bytes are those that a launch touches at least once (the cold case); occupancy is "
+    "resident threads over the most a multiprocessor can have, by registers and shared memory of "
+    "benchmarks/triton_resources.csv and csrc/cuda/resources.csv.",
 )
 
 
@@ -478,6 +485,54 @@ COUNTS: dict[str, Callable[[str, Shape], dict[str, list[Launch]]]] = {
 """Backends by name: (kind of layer, shape) to the launches of "forward" and of "both" passes. A backend joins here."""
 
 
+def triton_counts(kind: str, key: str, gpu: cuda_model.Gpu) -> dict[str, list[cuda_model.Launch]]:
+    """The launches of both passes at one of the benchmarks' shapes, in the terms of the CUDA kernels' model: bytes are
+    those that a launch touches at least once."""
+    from benchmarks.compile import layer_launches, read_resources
+
+    compiled = {
+        row.kernel: row
+        for row in read_resources()
+        if (row.target, row.shape, row.dtype, row.layer) == (f"sm_{gpu.architecture}", key, "float32", kind)
+    }
+    counted, made = COUNTS["triton"](kind, SHAPES[key])["both"], layer_launches(kind, SHAPES[key], torch.float32)
+    found: dict[str, list[cuda_model.Launch]] = {}
+    for direction, launches in made.items():
+        found[direction] = []
+        for launch in launches:
+            count, row = counted.pop(0), compiled[launch.kernel.__name__]
+            touched = [
+                sum({what: size for what, size, is_written, _ in count.accesses if is_written == written}.values())
+                for written in (False, True)
+            ]
+            resident = cuda_model.occupancy(gpu, 32 * row.warps, row.registers, row.shared)
+            found[direction].append(
+                cuda_model.Launch(count.name, math.prod(launch.grid), row.shared, resident, *touched)
+            )
+    return found
+
+
+def launch_table(keys: Iterable[str]) -> Table:
+    """Every launch of both GPU backends, side by side."""
+    table = Table(title="Launches of the GPU kernels, counted and not measured: float32, no activation")
+    for name in ("shape", "layer", "GPU", "direction", "backend", "kernel"):
+        table.add_column(name)
+    for name in ("blocks", "shared KiB", "occupancy", "MB read", "MB written"):
+        table.add_column(name, justify="right")
+    for key in keys:
+        for kind in LAYERS:
+            for gpu in cuda_model.GPUS:
+                counted = {"triton": triton_counts(kind, key, gpu), "cuda": cuda_model.counts(kind, SHAPES[key], gpu)}
+                for direction in ("forward", "backward"):
+                    for backend, passes in counted.items():
+                        for x in passes[direction]:
+                            sizes = (f"{x.shared / 1024:.1f}", f"{x.occupancy:.0%}", f"{x.bytes_read / 1e6:.2f}")
+                            where = (key, kind, gpu.name, direction, backend, x.kernel, str(x.blocks))
+                            table.add_row(*where, *sizes, f"{x.bytes_written / 1e6:.2f}")
+                    table.add_section()
+    return table
+
+
 def rows(kind: str, key: str) -> list[dict[str, object]]:
     """One row per implementation, pass and GPU."""
     shape = SHAPES[key]
@@ -489,6 +544,8 @@ def rows(kind: str, key: str) -> list[dict[str, object]]:
             base = predict(counted["reference"][which], gpu)
             for name, passes in counted.items():
                 result = predict(passes[which], gpu)
+                half = predict(passes[which], replace(gpu, cache=gpu.cache // 2))
+                cold = sum(predict([launch], replace(gpu, cache=1 << 60)).traffic for launch in passes[which])
                 found.append(
                     {
                         "layer": kind,
@@ -500,6 +557,8 @@ def rows(kind: str, key: str) -> list[dict[str, object]]:
                         "gflop": round(result.flops / 1e9, 3),
                         "mb": round(result.traffic / 1e6, 2),
                         "times_least_traffic": round(result.traffic / least[which], 3),
+                        "times_least_half_cache": round(half.traffic / least[which], 3),
+                        "times_least_cold": round(cold / least[which], 3),
                         "modelled_us": round(result.seconds * 1e6, 1),
                         "modelled_speed_up": round(base.seconds / result.seconds, 2),
                     }
@@ -512,7 +571,8 @@ def run(arguments: argparse.Namespace) -> None:
     table = Table(title="Modelled, not measured: one layer, float32")
     for column in ("layer", "shape", "pass", "GPU", "implementation"):
         table.add_column(column)
-    for column in ("launches", "GFLOP", "MB moved", "× least traffic", "modelled µs", "modelled speed-up"):
+    numbers = ("launches", "GFLOP", "MB moved", "× least traffic", "half cache", "cold", "modelled µs", "speed-up")
+    for column in numbers:
         table.add_column(column, justify="right")
     everything: list[dict[str, object]] = []
     for kind in LAYERS:
@@ -522,8 +582,8 @@ def run(arguments: argparse.Namespace) -> None:
             for k, row in enumerate(some):
                 table.add_row(*(str(x) for x in row.values()), end_section=k == len(some) - 1)
     console.print(table)
+    console.print(launch_table(arguments.shapes))
     console.print("\n".join(f"- {line}" for line in ASSUMPTIONS))
-    console.print(cuda_model.tabulate(arguments.shapes))
     if arguments.out:
         append_rows(arguments.out / "model.csv", everything)
 

@@ -138,7 +138,6 @@ def test_default_configuration_is_the_table_s(shape, dtype):
 def tuning(monkeypatch):
     """Autotuning as on a GPU, with times made up: the last candidate is the fastest, the first is too large."""
     import triton
-
     from magep_fast.triton_kernels import launch
 
     measured = []
