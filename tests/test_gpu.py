@@ -26,7 +26,7 @@ from tests.gpu import (
     made,
     make_case,
 )
-from tests.helpers import assert_same, random_features, tensors_of
+from tests.helpers import assert_same, assert_second_derivatives_are_those_of_torch_ops, random_features
 
 pytestmark = pytest.mark.gpu
 only_on_a_gpu = pytest.mark.skipif(ON_HOST, reason=NEEDS_A_GPU)
@@ -161,19 +161,7 @@ def test_uninitialised_memory_does_not_matter(kind):
 @every_layer
 def test_second_derivatives_agree_with_torch_ops(kind):
     layer, features = made(make_case((2, 3, 2), 1, 2, 2), kind)
-    features = features.map(lambda x: x.requires_grad_())
-    inputs = (*features.tensors(), *layer.parameters())
-
-    def second():
-        loss = sum(x.square().sum() for x in tensors_of(layer(features)))
-        first = torch.autograd.grad(loss, inputs, create_graph=True)
-        return torch.autograd.grad(sum(x.square().sum() for x in first), inputs)
-
-    found = second()
-    with use_backend("torch"):
-        expected = second()
-    for x, y in zip(found, expected, strict=True):
-        assert_same(x, y, TOLERANCE)
+    assert_second_derivatives_are_those_of_torch_ops(layer, features, TOLERANCE)
 
 
 def test_transforms_run_in_torch_ops():
