@@ -48,8 +48,8 @@ sanitize: $(STAMP)
 
 # The CUDA library for every architecture, warnings as errors. Its kernels need what csrc/cuda/resources.csv says, it keeps
 # within a size and a time, and a package with it works, also where there is no CUDA driver.
-CUDA_MOST_BYTES := 16000000
-CUDA_MOST_SECONDS := 1500
+CUDA_MOST_BYTES := 8000000
+CUDA_MOST_SECONDS := 1800
 cuda: $(STAMP)
 	@command -v nvcc > /dev/null || { echo "make cuda: SKIPPED, nvcc is not installed: the CUDA kernels were not compiled"; exit 0; }; \
 	set -e; started=$$(date +%s); \
