@@ -18,6 +18,7 @@ from magep_fast.convert import (
 )
 from magep_fast.layers import Activation, MagepEquivariant, MagepInvariant, MonomialEquivariant, check_activation
 from magep_fast.ops.backends import available_backends, use_backend
+from magep_fast.ragged import BucketSampler, NetworkDataset, RaggedBatch, bucket, collate, collate_fn
 from magep_fast.spaces import WeightFeatures, WeightSpace
 from magep_fast.symmetry import GroupElement
 from magep_fast.terms import ABLATION
@@ -30,14 +31,20 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 __all__ = [
     "ABLATION",
     "Activation",
+    "BucketSampler",
     "GroupElement",
     "MagepEquivariant",
     "MagepInvariant",
     "MonomialEquivariant",
+    "NetworkDataset",
+    "RaggedBatch",
     "WeightFeatures",
     "WeightSpace",
     "available_backends",
+    "bucket",
     "check_activation",
+    "collate",
+    "collate_fn",
     "from_dwsnets",
     "from_modules",
     "from_nfn",
