@@ -20,6 +20,7 @@ from magep_fast.layers import Activation, MagepEquivariant, MagepInvariant, Mono
 from magep_fast.ops.backends import available_backends, use_backend
 from magep_fast.ragged import BucketSampler, NetworkDataset, RaggedBatch, bucket, collate, collate_fn
 from magep_fast.spaces import WeightFeatures, WeightSpace
+from magep_fast.swap import accelerate, load_authors_state_dict, to_authors_state_dict
 from magep_fast.symmetry import GroupElement
 from magep_fast.terms import ABLATION
 
@@ -40,6 +41,7 @@ __all__ = [
     "RaggedBatch",
     "WeightFeatures",
     "WeightSpace",
+    "accelerate",
     "available_backends",
     "bucket",
     "check_activation",
@@ -51,6 +53,8 @@ __all__ = [
     "from_safetensors",
     "from_state_dicts",
     "from_zoo_rows",
+    "load_authors_state_dict",
+    "to_authors_state_dict",
     "to_dwsnets",
     "to_modules",
     "to_nfn",

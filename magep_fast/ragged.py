@@ -194,7 +194,7 @@ def _kinds(networks: Iterable[WeightFeatures]) -> list[_Kind]:
 
 
 def _batches(kinds: Sequence[_Kind], batch_size: int | None, order: Iterable[int]) -> list[list[int]]:
-    """Which networks to collate: buckets, each cut into batches of similar sizes; equal sizes stay in the order given."""
+    """Which networks to collate: buckets, each cut into batches of similar sizes, equal sizes in the order given."""
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be positive; found {batch_size}")
     buckets: dict[tuple[WeightSpace, int], list[int]] = {}
