@@ -18,7 +18,7 @@ WIDTHS = (1, 16, 16, 16, 10)
 
 
 def build() -> nn.Module:
-    """The authors' predictor of CNN accuracies with a small head: logits for three 3×3 convolutions and a dense layer."""
+    """The authors' predictor of CNN accuracies with a small head: logits, for 3×3 convolutions and a dense layer."""
     networks = NetworkSpec.of(WIDTHS, [(3, 3), (3, 3), (3, 3), ()])
     features = NetworkSpec.of(WIDTHS)
     return nn.Sequential(
