@@ -13,7 +13,7 @@ import torch
 from rich.progress import track
 from torch import Tensor, nn
 
-from examples.standardise import Standardise
+from examples.shared import Standardise, run
 from magep_fast import MagepEquivariant, MonomialEquivariant, WeightFeatures, WeightSpace
 from magep_fast.models import Edit
 from magep_fast.permutation import LearnedScale
@@ -65,13 +65,8 @@ def blobs(count: int, points: Tensor) -> Tensor:
 
 
 def draw(sirens: WeightFeatures, points: Tensor) -> Tensor:
-    """What SIRENs of one channel draw: `[networks, points]`."""
-    x = points.mT
-    for w, b in zip(sirens.weights, sirens.biases, strict=True):
-        if w is not sirens.weights[0]:
-            x = x.sin()
-        x = w[:, 0] @ x + b[:, 0, :, None]
-    return x[:, 0]
+    """The pictures that SIRENs hold, `[networks, points]`."""
+    return run(sirens, points, torch.sin)[..., 0]
 
 
 def fit(pictures: Tensor, points: Tensor, steps: int) -> WeightFeatures:

@@ -17,7 +17,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from examples.standardise import Standardise
+from examples.shared import Standardise, run
 from magep_fast import (
     BucketSampler,
     MagepEquivariant,
@@ -103,7 +103,7 @@ def make_networks(folder: Path, count: int, steps: int = 120) -> None:
         rates = 10 ** (-3 * torch.rand(part))  # each network learns at its own speed, so accuracies differ
         optimizer = torch.optim.Adam(parameters, lr=0.05)
         for _ in range(steps):
-            logits = run(networks, points)
+            logits = run(networks, points, torch.relu)
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), label.repeat(part), reduction="none")
             before = [x.detach().clone() for x in parameters]
             optimizer.zero_grad()
@@ -112,23 +112,13 @@ def make_networks(folder: Path, count: int, steps: int = 120) -> None:
             with torch.no_grad():
                 for x, old in zip(parameters, before, strict=True):
                     x.copy_(old + (x - old) * rates.view(-1, *(1,) * (x.dim() - 1)))
-        accuracy = (run(networks, points).argmax(-1) == label).float().mean(1)
+        accuracy = (run(networks, points, torch.relu).argmax(-1) == label).float().mean(1)
         files = [f"mlp_{width}_{k}.safetensors" for k in range(part)]
         to_safetensors(networks.detach(), [folder / file for file in files])
         rows += zip(files, accuracy.tolist(), strict=True)
     order = torch.randperm(len(rows)).tolist()
     with (folder / "accuracies.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("file", "accuracy"), *(rows[k] for k in order)])
-
-
-def run(networks: WeightFeatures, points: Tensor) -> Tensor:
-    """Outputs `[networks, points, 2]` of ReLU networks of one channel."""
-    x = points.mT
-    for w, b in zip(networks.weights, networks.biases, strict=True):
-        if w is not networks.weights[0]:
-            x = x.relu()
-        x = w[:, 0] @ x + b[:, 0, :, None]
-    return x.mT
 
 
 if __name__ == "__main__":

@@ -51,6 +51,8 @@ def check(table: Table, theirs: Mapping[str, Tensor]) -> None:
         if names:
             raise ValueError(f"it {what} {', '.join(sorted(names))}; expected the parameters of {class_of(table)}")
     for name, shape in expected.items():
+        if not theirs[name].is_floating_point():
+            raise ValueError(f"its {name} is {theirs[name].dtype}; expected floating point numbers")
         if tuple(theirs[name].shape) != shape:
             raise ValueError(f"its {name} is {tuple(theirs[name].shape)}; expected {shape}")
 

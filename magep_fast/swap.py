@@ -141,6 +141,11 @@ def load_authors_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], 
         strict: as for `nn.Module.load_state_dict`, for all other entries.
     """
     rest = dict(state_dict)
+    for key, value in rest.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"'{key}' is {type(value).__name__}; expected a state_dict, a mapping from names to tensors"
+            )
     for wrapper in ("_orig_mod.", "module.", "_orig_mod."):
         if rest and all(key.startswith(wrapper) for key in rest):
             rest = {key.removeprefix(wrapper): value for key, value in rest.items()}

@@ -4,6 +4,8 @@ from re import escape
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from magep_fast import (
@@ -344,21 +346,25 @@ def test_accelerated_models_compile(make, spec):
         assert_same(a, b, 1e-5)
 
 
+def train_in_two_processes(rank, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = accelerate(mlp_model()).model
+    shares = [networks(MLP), networks(MLP)]
+    losses = [model(x).sum() for x in shares]
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    expected = torch.autograd.grad(sum(losses) / 2, wanted)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped(shares[rank]).sum().backward()
+    for parameter, gradient in zip(wanted, expected, strict=True):
+        assert_same(parameter.grad, gradient, 1e-5)
+    assert "wrapped for distributed training" in accelerate(wrapped).left[0].reason
+    torch.distributed.destroy_process_group()
+
+
 def test_accelerated_models_train_under_ddp(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        model = accelerate(mlp_model()).model
-        x = networks(MLP)
-        model(x).sum().backward()
-        expected = [p.grad.clone() for p in model.parameters() if p.requires_grad]
-        model.zero_grad()
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        wrapped(x).sum().backward()
-        for parameter, gradient in zip((p for p in model.parameters() if p.requires_grad), expected, strict=True):
-            assert_same(parameter.grad, gradient, 1e-6)
-        assert "wrapped for distributed training" in accelerate(wrapped).left[0].reason
-    finally:
-        torch.distributed.destroy_process_group()
+    torch.multiprocessing.spawn(train_in_two_processes, (tmp_path,), nprocs=2)
 
 
 @pytest.mark.parametrize(("make", "spec"), MODELS)
@@ -421,6 +427,33 @@ def test_checkpoint_errors():
         load_authors_state_dict(ours, {k: v for k, v in good.items() if k != "1.weight"})
     with pytest.raises(ValueError, match="layer '0': it lacks"):
         load_authors_state_dict(ours, {})
+
+
+strays = st.sampled_from(
+    [
+        None,
+        3,
+        torch.tensor(1.0),
+        torch.zeros(0),
+        torch.full((4, 2, 3), torch.nan),
+        torch.zeros(4, 2, 3, dtype=torch.int),
+    ]
+)
+KEYS = ["layer_b.weight", "tau_weight", "Psi_s_0_L_s.1_1", "layer_Wb.weight", "extra", "layer_b"]
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), strays), st.sets(st.sampled_from(KEYS)))
+def test_fuzzed_checkpoints_are_loaded_or_refused(changes, removed):
+    theirs = HNPSMixerInv(MLP, 2, 4)
+    checkpoint = {k: v for k, v in (theirs.state_dict() | changes).items() if k not in removed}
+    model = MagepInvariant(WeightSpace((2, None, None, 3)), 2, 4)
+    try:
+        load_authors_state_dict(model, checkpoint)
+    except (TypeError, ValueError) as error:
+        assert len(str(error)) > 20
+        return
+    for key, value in to_authors_state_dict(model).items():
+        torch.testing.assert_close(value, checkpoint[key], rtol=0, atol=0, equal_nan=True)
 
 
 def test_monomial_layers_are_written_as_theirs():

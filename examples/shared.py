@@ -1,11 +1,19 @@
-"""Networks of a data set brought to the scale that the layers' initialisation expects."""
+"""What several examples need: networks run on points, and brought to the scale that the layers expect."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from magep_fast import WeightFeatures
+
+
+def run(networks: WeightFeatures, points: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """Outputs `[networks, points, n_L]` of networks of one channel on points `[points, n_0]`."""
+    x = points.mT
+    for i, (w, b) in enumerate(zip(networks.weights, networks.biases, strict=True)):
+        x = w[:, 0] @ (x if i == 0 else activation(x)) + b[:, 0, :, None]
+    return x.mT
 
 
 class Standardise(nn.Module):
