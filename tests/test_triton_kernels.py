@@ -285,10 +285,10 @@ def operator_arguments(kind, requires_grad):
 def test_operators_are_registered_completely():
     ops = torch.ops.magep_fast
     weights, biases, matrices, psi = operator_arguments(MagepEquivariant, True)
-    opcheck(ops.triton_equivariant.default, (weights, biases, matrices, psi, 2, "tanh", True))
+    opcheck(ops.triton_equivariant.default, (weights, biases, matrices, psi, 2, 2, True))
     opcheck(ops.triton_chain.default, (weights, biases))
     weights, biases, (matrix,), psi = operator_arguments(MagepInvariant, True)
-    opcheck(ops.triton_invariant.default, (weights, biases, matrix, psi, 2))
+    opcheck(ops.triton_invariant.default, (weights, biases, matrix, psi))
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_operators_refuse(position, index, change, message):
         given[position] = list(given[position])
         given[position][index] = change(given[position][index])
     with pytest.raises(RuntimeError, match=f"magep_fast::triton_equivariant: .*{message}"):
-        torch.ops.magep_fast.triton_equivariant(*given, 2, None, False)
+        torch.ops.magep_fast.triton_equivariant(*given, 2, 0, False)
 
 
 @only_on_a_gpu

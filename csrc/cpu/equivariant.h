@@ -357,11 +357,7 @@ struct EquivariantCall {
     T* bar = scratch.take(s.e * ld);
     T* bar_transposed = scratch.take(s.e * ld);
     T* space = scratch.take(d * ld);
-    T* right_transposed = scratch.take(d * rank * m);  // [d][k][rank]
-    T* left_bar = scratch.take(d * rank * n);          // [d][j][rank]
-    for (int64_t channel = 0; channel < d; ++channel)
-      transpose<T>(rank, m, saved + right.offset + channel * right.channel_stride, right.row_stride,
-                   right_transposed + channel * rank * m, rank);
+    T* left_bar = scratch.take(d * rank * n);  // [d][j][rank]
     std::fill(left_bar, left_bar + d * rank * n, T(0));
     const int64_t b_row = a.offset + (s.columns(i) - 1) * a.row_stride, g_row = r.offset + (r.rows - 1) * r.row_stride;
     T* phi_transposed = scratch.take(3 * d * s.e);
@@ -379,8 +375,8 @@ struct EquivariantCall {
         const T* WW_bar = data_bar + channel * ld;
         gemm<T>(rank, columns, rows, {left.data + channel * left.channel_stride + j, left.row_stride, 1}, WW_bar,
                 columns, grad + right.offset + channel * right.channel_stride + k, right.row_stride, true);
-        gemm<T>(rows, rank, columns, {WW_bar, columns, 1}, right_transposed + (channel * m + k) * rank, rank,
-                left_bar + (channel * n + j) * rank, rank, true);
+        gemm_dot<T>(rows, rank, columns, WW_bar, columns, saved + right.offset + channel * right.channel_stride + k,
+                    right.row_stride, left_bar + (channel * n + j) * rank, rank, true);
         const T* bW_bar = data_bar + (d + channel) * ld;
         const T *b = saved + b_row + channel * a.ld + j, *g = saved + g_row + channel * r.ld + k;
         T *b_bar = grad + b_row + channel * a.ld + j, *g_bar = grad + g_row + channel * r.ld + k;
