@@ -38,8 +38,8 @@ def table_of(cls: str, theirs: Mapping[str, Tensor]) -> Table:
         table = _TABLES[cls]({name: tuple(x.shape) for name, x in theirs.items()})
     except KeyError as error:
         raise ValueError(f"it has no parameter {error}") from error
-    except (IndexError, ZeroDivisionError) as error:
-        raise ValueError("its parameters have other shapes than expected") from error
+    except (IndexError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"its parameters have other shapes than expected: {error}") from error
     check(table, theirs)
     return table
 

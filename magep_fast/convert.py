@@ -464,7 +464,8 @@ def _each(what: str, networks: Sequence[Any], read: Callable[[Any], list[Chained
         try:
             found.append(read(network))
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{what} {number}: {error}") from error
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{what} {number}: {error}") from error
     return found
 
 

@@ -342,7 +342,8 @@ def _function(tuple_op: nn.Module) -> Any:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return any(
+    """Whether calling the module does more than its class says."""
+    return "forward" in vars(module) or any(
         getattr(module, hooks)
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     )

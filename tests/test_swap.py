@@ -246,9 +246,11 @@ class HNPSMixerLinearOfAnotherKind(HNPSMixerLinear):
         (changed(lambda x: delattr(x, "layer_0_W_W")), "it has no parameter 'layer_0_W_W.weight'"),
         (changed(lambda x: x.register_buffer("scale", torch.ones(1))), "it also has scale"),
         (changed(lambda x: setattr(x, "layer_1_W_W", Coefficient(2, 2))), "its layer_1_W_W.weight is (2, 2)"),
+        (changed(lambda x: setattr(x, "layer_0_W_W", nn.Linear(2, 2, False))), "other shapes than expected"),
         (changed(lambda x: x.layer_0_b_b.double()), "its parameters have several dtypes or devices"),
         (changed(lambda x: x.layer_0_b_b.requires_grad_(False)), "some of its parameters are trained and some are not"),
         (changed(lambda x: x.register_forward_hook(print)), "it has hooks"),
+        (changed(lambda x: setattr(x, "forward", lambda features: features)), "it has hooks"),
         (HNPSMixerLinearOfAnotherKind(MLP, 1, 1), "not a layer this package knows"),
     ],
 )  # fmt: skip
