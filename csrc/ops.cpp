@@ -76,8 +76,8 @@ struct Pointers {
   X* const* get() const { return data.data(); }
 };
 
-// Pages of a large new tensor are wanted 2 MiB at a time: written for the first time, each costs the system a fault, which
-// with 4 KiB pages takes longer than the arithmetic.
+// Pages of a large new tensor are wanted 2 MiB at a time: written for the first time, each costs the system a fault,
+// which with 4 KiB pages takes longer than the arithmetic.
 void prefer_huge_pages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHuge = 2 << 20;

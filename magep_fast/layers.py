@@ -62,11 +62,11 @@ class _PolynomialLayer(nn.Module):
         return self.table.outputs[index].coefficient(self._matrices()[index], term)
 
     def _check(self, features: WeightFeatures) -> None:
-        """Raises unless the layer can take the features; features like those of the call before are known to be good."""
+        """Raises unless the layer can take the features; those shaped as at the call before are known to be good."""
         if torch.compiler.is_compiling():
             return self._check_all(features)
         signature = self._signature(features)
-        if signature != self._accepted:
+        if signature is None or signature != self._accepted:
             self._check_all(features)
             self._accepted = signature
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def gpu_backends(monkeypatch):
 
 
 def chosen(size, device=GPU):
-    return choose_backend("auto", device, torch.float32, size).name
+    return choose_backend("auto", device, torch.float32, SimpleNamespace(numbers_per_network=size)).name
 
 
 def test_small_networks_go_to_cuda_and_large_ones_to_triton(gpu_backends):

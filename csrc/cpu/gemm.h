@@ -103,10 +103,14 @@ inline void row_block(int rows, int64_t K, Operand<T> a, const T* b, int64_t ldb
 
 // Rows of A in blocks of nearly equal height: 20 rows are 5 + 5 + 5 + 5, not 6 + 6 + 6 + 2.
 struct RowBlocks {
-  int64_t rows, count;
-  explicit RowBlocks(int64_t rows) : rows(rows), count((rows + kMaxRows - 1) / kMaxRows) {}
-  int64_t begin(int64_t r) const { return rows * r / count; }
-  int size(int64_t r) const { return static_cast<int>(begin(r + 1) - begin(r)); }
+  int64_t count, height, higher;  // the first `higher` blocks have one row more
+  explicit RowBlocks(int64_t rows) : count((rows + kMaxRows - 1) / kMaxRows) {
+    const uint32_t blocks = static_cast<uint32_t>(std::max<int64_t>(count, 1)), all = static_cast<uint32_t>(rows);
+    height = all / blocks;
+    higher = all % blocks;
+  }
+  int64_t begin(int64_t r) const { return r * height + std::min(r, higher); }
+  int size(int64_t r) const { return static_cast<int>(height + (r < higher)); }
 };
 
 // A transposed A (row_stride 1) is read with strides: keep K at 64 or less there, or its rows may share few cache sets.
@@ -170,30 +174,29 @@ inline typename Simd<T>::Vec sums(typename Simd<T>::Vec* v) {
   }
 }
 
-// Blocks of as many results as a vector has lanes, each summed in a vector of its own along k. For long rows, where
-// neither operand is transposed yet; B, which may be large, is read once.
-template <typename T>
-void gemm_dot(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
-              bool accumulate) {
+// Blocks of MR x NR results, as many as a vector has lanes, each summed in a vector of its own along k.
+template <int MR, typename T>
+void gemm_dot_blocks(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
+                     int64_t ldc, bool accumulate) {
   using Lanes = Simd<T>;
-  constexpr int W = Lanes::kWidth, MR = W >= 8 ? 4 : 2, NR = W / MR;
+  constexpr int W = Lanes::kWidth, NR = W / MR;
   const int64_t whole = K / W * W;
   for (int64_t n = 0; n < N; n += NR)
     for (int64_t m = 0; m < M; m += MR) {
       const T *left[MR], *right[NR];  // rows beyond the last one repeat it
-#pragma GCC unroll 4
+#pragma GCC unroll 16
       for (int i = 0; i < MR; ++i) left[i] = a + std::min(m + i, M - 1) * lda;
-#pragma GCC unroll 4
+#pragma GCC unroll 16
       for (int j = 0; j < NR; ++j) right[j] = b + std::min(n + j, N - 1) * ldb;
       typename Lanes::Vec sum[W] = {};
       const auto step = [&](auto&& load) {
         typename Lanes::Vec x[NR];
-#pragma GCC unroll 4
+#pragma GCC unroll 16
         for (int j = 0; j < NR; ++j) x[j] = load(right[j]);
-#pragma GCC unroll 4
+#pragma GCC unroll 16
         for (int i = 0; i < MR; ++i) {
           const auto y = load(left[i]);
-#pragma GCC unroll 4
+#pragma GCC unroll 16
           for (int j = 0; j < NR; ++j) sum[i * NR + j] += y * x[j];
         }
       };
@@ -208,6 +211,27 @@ void gemm_dot(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T*
           to = accumulate ? to + results[i * NR + j] : results[i * NR + j];
         }
     }
+}
+
+// For long rows, where neither operand is transposed yet. B, which may be large, is read once.
+template <typename T>
+void gemm_dot(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
+              bool accumulate) {
+  constexpr int W = Simd<T>::kWidth;
+  if (N == 1)
+    gemm_dot_blocks<W>(M, N, K, a, lda, b, ldb, c, ldc, accumulate);
+  else if (M == 1)
+    gemm_dot_blocks<1>(M, N, K, a, lda, b, ldb, c, ldc, accumulate);
+  else
+    gemm_dot_blocks<W >= 8 ? 4 : 2>(M, N, K, a, lda, b, ldb, c, ldc, accumulate);
+}
+
+// Whether gemm_dot takes fewer operations than gemm for a product with N columns and inner size K: a partly filled
+// vector costs gemm as much as a whole one, and adding up the lanes of a vector costs gemm_dot about four vectors.
+template <typename T>
+bool prefers_dot(int64_t N, int64_t K) {
+  constexpr int64_t W = Simd<T>::kWidth;
+  return N * (K + 4 * W) < (N + W - 1) / W * W * K;
 }
 
 // to[c, r] = from[r, c] for up to kSquare rows and columns; memory beyond them is neither read nor written.
