@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -165,11 +166,8 @@ def _problem(weights: Sequence[Tensor], out_channels: int, activation: int = 0) 
 
 def _run(name: str, problem: Any, function: Callable[[Any], Any], device: torch.device) -> Any:
     """function(config) on the device of its tensors."""
-    config = _kernels("launch").choose_config(name, problem, function, device)
-    if device.type == "cpu":
-        return function(config)
-    with torch.cuda.device(device):
-        return function(config)
+    with nullcontext() if device.type == "cpu" else torch.cuda.device(device):
+        return function(_kernels("launch").choose_config(name, problem, function, device))
 
 
 def _contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:
