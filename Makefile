@@ -12,7 +12,7 @@ $(BIN)/cmake --build $(1)
 $(BIN)/ctest --test-dir $(1) --output-on-failure
 endef
 
-.PHONY: install test gpu sanitize cuda tables lint format wheel clean
+.PHONY: install test gpu sanitize cuda tables lint format docs wheel clean
 
 install: $(STAMP)
 
@@ -26,7 +26,7 @@ $(VENV)/.requirements: pyproject.toml | $(BIN)/python
 	touch $@
 
 $(STAMP): $(NATIVE) $(VENV)/.requirements
-	PATH="$(CURDIR)/$(BIN):$$PATH" CMAKE_ARGS="-DMAGEP_WERROR=ON" $(BIN)/pip install --quiet --no-build-isolation --editable ".[test,bench,dev,triton]"
+	PATH="$(CURDIR)/$(BIN):$$PATH" CMAKE_ARGS="-DMAGEP_WERROR=ON" $(BIN)/pip install --quiet --no-build-isolation --editable ".[test,bench,dev,triton,docs]"
 	touch $@
 
 # One process per core, each with one thread but where a test sets more: two OpenMP teams on the same cores crawl.
@@ -78,6 +78,10 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh')
+
+# The site of docs/ in build/site; a broken link or reference is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheel: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m build --wheel --no-isolation --outdir dist .

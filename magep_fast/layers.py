@@ -164,6 +164,7 @@ class MagepEquivariant(_PolynomialLayer):
         return self._coefficient(self.table.output_index(f"{output}_{layer}"), term)
 
     def forward(self, features: WeightFeatures) -> WeightFeatures:
+        """Weights `[B, d·taps_i, n_i, n_(i-1)]` and biases `[B, d, n_i]` in, the same with e channels out."""
         self._check(features)
         return ops.equivariant(self.table, features, self._matrices(), self.psi, self.activation, self.backend)
 
@@ -232,6 +233,7 @@ class MagepInvariant(_PolynomialLayer):
         return self._coefficient(0, term)
 
     def forward(self, features: WeightFeatures) -> Tensor:
+        """Weights `[B, d, n_i, n_(i-1)]` and biases `[B, d, n_i]` in, `[B, out_features]` out."""
         self._check(features)
         return ops.invariant(self.table, features, self._matrices()[0], self.psi, self.backend)
 
