@@ -35,7 +35,7 @@ Keys: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
 File: TypeAlias = str | PathLike[str]
 
 _ROLES = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-_LAYERS = "magep_fast.layers"  # in the metadata of files written here: names of the layers, in order
+_ORDER = "magep_fast.keys"  # in the metadata of files written here: all keys, in order of the layers
 
 
 def from_modules(modules: nn.Module | Iterable[nn.Module]) -> WeightFeatures:
@@ -112,7 +112,7 @@ def from_safetensors(
 ) -> WeightFeatures:
     """A batch of networks of one architecture, one per safetensors file, as features of one channel.
 
-    Arguments as for `from_state_dicts`. Files do not keep the order of layers: names are taken in natural order
+    Arguments as for `from_state_dicts`. Files do not keep the order of layers: keys are taken in natural order
     (`net.2` before `net.10`) unless `layers` is given or the file was written by `to_safetensors`.
     """
     paths = [files] if isinstance(files, (str, PathLike)) else list(files)
@@ -143,28 +143,32 @@ def to_safetensors(
     if isinstance(like, (str, PathLike)):
         like = read_safetensors(like)
     for path, state in zip(paths, to_state_dicts(features, like, keys=keys, layers=layers, eps=eps), strict=True):
-        names = list(dict.fromkeys(key.rpartition(".")[0] for key in state))
-        metadata = {"format": "pt", _LAYERS: json.dumps(names)}
+        order = [key for entries in _grouped(state, keys, layers).values() for key in entries.values()]
+        metadata = {"format": "pt", _ORDER: json.dumps(order)}
         save_file({key: value.contiguous() for key, value in state.items()}, path, metadata)
 
 
 def read_safetensors(file: File) -> dict[str, Tensor]:
-    """The tensors of a file, in the order its layers were written in if it says so, else in natural order of names."""
+    """The tensors of a file, in the order its layers were written in if it says so, else in natural order of keys."""
     safetensors = _safetensors("safetensors")
     try:
         with safetensors.safe_open(fspath(file), framework="pt") as opened:
-            names = json.loads((opened.metadata() or {}).get(_LAYERS, "[]"))
+            order = json.loads((opened.metadata() or {}).get(_ORDER, "[]"))
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118, not a dict
     except safetensors.SafetensorError as error:
         raise ValueError(f"{fspath(file)} is not a safetensors file: {error}") from error
-    places = {name: place for place, name in enumerate(names)}
+    places = {key: place for place, key in enumerate(order)}
 
     def place(key: str) -> tuple[Any, ...]:
         name, _, role = key.rpartition(".")
-        natural = [(int(x), "") if x.isdigit() else (-1, x) for x in re.split(r"(\d+)", name)]
-        return places.get(name, len(places)), natural, role != "weight", role
+        return places.get(key, len(places)), _natural(name), role != "weight", _natural(role)
 
     return {key: tensors[key] for key in sorted(tensors, key=place)}
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key to sort by: numbers in a name by their value."""
+    return [(int(x), "") if x.isdecimal() else (-1, x) for x in re.split(r"(\d+)", name)]
 
 
 def from_nfn(features: Any) -> WeightFeatures:
@@ -363,27 +367,9 @@ def _layers_of(
     state_dict: StateDict, keys: Keys | None, layers: Sequence[str] | None, eps: float
 ) -> list[ChainedLayer]:
     """The layers of a state_dict, in order, sharing its tensors."""
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"found {type(state_dict).__name__}; expected a state_dict, a mapping from names to tensors")
-    groups: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in state_dict.items():
-        meaning = _meaning(key, keys)
-        if meaning is None:
-            continue
-        name, _, role = meaning.rpartition(".")
-        _check_entry(key, role, tensor)
-        if role in groups.setdefault(name, {}):
-            raise ValueError(f"key '{key}' is a second '{meaning}'; expected one of each")
-        groups[name][role] = tensor
-    order = list(groups) if layers is None else list(layers)
-    if set(order) != set(groups) or len(order) != len(groups):
-        raise ValueError(
-            f"layers={order} does not list each layer of the state_dict once; it has {list(groups)}. "
-            "Entries to leave out are those that keys= maps to None"
-        )
     chain: list[ChainedLayer] = []
-    for name in order:
-        entries = groups[name]
+    for name, found in _grouped(state_dict, keys, layers).items():
+        entries = {role: state_dict[key] for role, key in found.items()}
         if entries.keys() & {"running_mean", "running_var", "num_batches_tracked"}:
             if not chain:
                 raise ValueError(f"BatchNorm '{name}' stands in front of the first layer; expected it behind a layer")
@@ -393,6 +379,29 @@ def _layers_of(
     if not chain:
         raise ValueError(f"the state_dict has no layer: {len(state_dict)} entries; expected keys '<layer>.weight'")
     return chain
+
+
+def _grouped(state_dict: StateDict, keys: Keys | None, layers: Sequence[str] | None) -> dict[str, dict[str, str]]:
+    """The key of each role of each layer, layers in order."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"found {type(state_dict).__name__}; expected a state_dict, a mapping from names to tensors")
+    groups: dict[str, dict[str, str]] = {}
+    for key, tensor in state_dict.items():
+        meaning = _meaning(key, keys)
+        if meaning is None:
+            continue
+        name, _, role = meaning.rpartition(".")
+        _check_entry(key, role, tensor)
+        if role in groups.setdefault(name, {}):
+            raise ValueError(f"key '{key}' is a second '{meaning}'; expected one of each")
+        groups[name][role] = key
+    order = list(groups) if layers is None else list(layers)
+    if set(order) != set(groups) or len(order) != len(groups):
+        raise ValueError(
+            f"layers={order} does not list each layer of the state_dict once; it has {list(groups)}. "
+            "Entries to leave out are those that keys= maps to None"
+        )
+    return {name: groups[name] for name in order}
 
 
 def _meaning(key: Any, keys: Keys | None) -> str | None:

@@ -227,6 +227,39 @@ def test_safetensors_keep_an_order_that_names_do_not_tell(tmp_path):
     same_state(read_safetensors(file), state)
 
 
+def square_layers(count=3):
+    """Layers that any order fits, so that only their numbers tell a wrong one."""
+    return {f"{i}.{role}": x for i in range(count) for role, x in nn.Linear(4, 4).state_dict().items()}
+
+
+def test_safetensors_keep_the_order_that_layers_gives(tmp_path):
+    state, layers = square_layers(), ["2", "0", "1"]
+    features = from_state_dicts(state, layers=layers)
+    file = tmp_path / "network.safetensors"
+    to_safetensors(features, file, state, layers=layers)
+    assert_same(from_safetensors(file), features)
+
+
+@pytest.mark.parametrize("written_here", [True, False])
+def test_safetensors_keep_the_order_of_keys_without_a_dot(written_here, tmp_path):
+    from safetensors.torch import save_file
+
+    names = {f"w{i}": f"{i}.weight" for i in range(12)} | {f"b{i}": f"{i}.bias" for i in range(12)}
+    state = square_layers(12)
+    foreign = {name: state[key] for name, key in names.items()} | {"step": torch.tensor(3)}
+    layers = None
+    if written_here:  # in an order that no name tells
+        layers = [str(i) for i in reversed(range(12))]
+    features = from_state_dicts(foreign, keys=names | {"step": None}, layers=layers)
+    file = tmp_path / "network.safetensors"
+    if written_here:
+        to_safetensors(features, file, foreign, keys=names | {"step": None}, layers=layers)
+    else:
+        save_file(foreign, file)
+    assert_same(from_safetensors(file, keys=names | {"step": None}), features)
+    assert read_safetensors(file).keys() == foreign.keys()
+
+
 def test_safetensors_errors(tmp_path, monkeypatch):
     (tmp_path / "broken.safetensors").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="is not a safetensors file"):
