@@ -182,10 +182,12 @@ class _Swap:
     """One walk through a model."""
 
     def __init__(self, model: nn.Module):
-        # How many places of the model hold a module, or a parameter: what is shared cannot be changed for one of them.
-        places = list(model.modules())
-        self.uses = Counter(id(child) for module in places for child in module._modules.values() if child is not None)
-        self.owners = Counter(id(p) for module in places for p in module._parameters.values() if p is not None)
+        # How many modules hold a module: what is shared cannot be changed for one of them.
+        self.uses = Counter(id(x) for module in model.modules() for x in module._modules.values() if x is not None)
+        # How many names a module has, and a parameter, each way through shared modules counted.
+        named = [module for _, module in model.named_modules(remove_duplicate=False)]
+        self.names = Counter(map(id, named))
+        self.parameter_names = Counter(id(p) for module in named for p in module._parameters.values())
         self.visited: dict[int, nn.Module] = {}
         self.sequences: list[tuple[str, nn.Sequential]] = []
         self.tuple_ops: dict[str, nn.Module] = {}
@@ -273,7 +275,7 @@ class _Swap:
         table = authors.table_of(type(module).__name__, theirs)
         if any(_has_hooks(m) for m in module.modules()):
             raise ValueError("it has hooks, which a replacement would not call: remove them first")
-        if any(self.owners[id(p)] > 1 for p in module.parameters()):
+        if any(self.parameter_names[id(p)] != self.names[id(module)] for p in module.parameters()):
             raise ValueError("it shares parameters with another layer")
         kinds = {(x.dtype, x.device) for x in theirs.values()}
         if len(kinds) > 1:

@@ -268,6 +268,22 @@ def test_shared_parameters_are_left():
     assert [x.reason for x in report.left] == ["it shares parameters with another layer"] * 2
 
 
+def test_parameters_of_a_shared_submodule_are_left():
+    model = nn.Sequential(HNPSMixerLinear(MLP, 1, 1), HNPSMixerLinear(MLP, 1, 1))
+    model[1].layer_1_W_W = model[0].layer_1_W_W
+    report = accelerate(model)
+    assert [x.reason for x in report.left] == ["it shares parameters with another layer"] * 2
+    assert model[1].layer_1_W_W.weight is model[0].layer_1_W_W.weight
+
+
+def test_a_layer_in_several_places_is_replaced_once():
+    block = nn.Sequential(HNPSMixerLinear(MLP, 1, 1))
+    model = nn.ModuleList([block, block, block[0]])
+    report = accelerate(model)
+    assert len(report.replaced) == 1 and not report.left
+    assert isinstance(model[2], FusedLayer) and model[0][0] is model[1][0] is model[2]
+
+
 def test_linear_layer_without_spec():
     layer = HNPSLinear(CNN, POINTS, 1, 2)
     x = networks(CNN)
