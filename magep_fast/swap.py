@@ -245,7 +245,9 @@ class _Swap:
                     self.replaced.append(Replaced(_join(name, key), str(follower), f"fused into {_join(name, before)}"))
                     setattr(sequence, key, nn.Identity())
         for name, module in self.tuple_ops.items():
-            self._leave(module, name, "no fused layer directly before it in an nn.Sequential, or no fused function")
+            hooks = "it has hooks, which a fused activation would not call: remove them first"
+            no_place = "no fused layer directly before it in an nn.Sequential, or no fused function"
+            self._leave(module, name, hooks if _has_hooks(module) else no_place)
 
     def _fuses(self, layer: nn.Module, follower: nn.Module) -> bool:
         return (
@@ -273,7 +275,7 @@ class _Swap:
         """The replacement of one of the authors' layers; ValueError with the reason if there is none."""
         theirs = module.state_dict(keep_vars=True)
         table = authors.table_of(type(module).__name__, theirs)
-        if any(_has_hooks(m) for m in module.modules()):
+        if _has_hooks(module):
             raise ValueError("it has hooks, which a replacement would not call: remove them first")
         if any(self.parameter_names[id(p)] != self.names[id(module)] for p in module.parameters()):
             raise ValueError("it shares parameters with another layer")
@@ -343,11 +345,25 @@ def _function(tuple_op: nn.Module) -> Any:
     return type(tuple_op.op) if isinstance(tuple_op.op, nn.Module) else tuple_op.op
 
 
+_MODULE_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module does more than its class says."""
-    return "forward" in vars(module) or any(
-        getattr(module, hooks)
-        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    """Whether calling, training, saving or loading the module or one inside it does more than its class says."""
+    return (
+        any("forward" in vars(m) for m in module.modules())
+        or any(getattr(m, hooks) for m in module.modules() for hooks in _MODULE_HOOKS)
+        or any(getattr(p, hooks) for p in module.parameters() for hooks in _PARAMETER_HOOKS)
     )
 
 

@@ -261,6 +261,36 @@ def test_layers_that_differ_are_left(layer, reason):
     assert reason in report.left[0].reason
 
 
+def do_nothing(*_):
+    pass
+
+
+@pytest.mark.parametrize(
+    "add_hook",
+    [
+        lambda layer: layer.layer_0_b_b.weight.register_hook(do_nothing),
+        lambda layer: layer.layer_0_b_b.weight.register_post_accumulate_grad_hook(do_nothing),
+        lambda layer: layer.layer_0_b_b.register_state_dict_pre_hook(do_nothing),
+        lambda layer: layer.register_state_dict_post_hook(do_nothing),
+        lambda layer: layer.register_load_state_dict_pre_hook(do_nothing),
+        lambda layer: layer.register_load_state_dict_post_hook(do_nothing),
+    ],
+)
+def test_layers_with_hooks_of_any_kind_are_left(add_hook):
+    layer = HNPSMixerLinear(MLP, 1, 1)
+    add_hook(layer)
+    report = accelerate(nn.Sequential(layer))
+    assert report.model[0] is layer and report.left[0].reason.startswith("it has hooks")
+
+
+def test_activations_with_hooks_inside_are_not_fused():
+    activation = nn.ReLU()
+    activation.register_forward_hook(do_nothing)
+    report = accelerate(nn.Sequential(HNPSMixerLinear(MLP, 1, 1), TupleOp(activation)))
+    assert report.model[1].op is activation
+    assert [(x.name, x.reason.split(",")[0]) for x in report.left] == [("1", "it has hooks")]
+
+
 def test_shared_parameters_are_left():
     first, second = HNPSMixerLinear(MLP, 1, 1), HNPSMixerLinear(MLP, 1, 1)
     second.layer_0_b_b.weight = first.layer_0_b_b.weight
