@@ -103,12 +103,13 @@ class Report:
     __repr__ = __str__
 
 
-def accelerate(model: nn.Module, copy: bool = False) -> Report:
+def accelerate(model: nn.Module, copy: bool = False, *, fuse_activations: bool = True) -> Report:
     """Replaces the layers of a model that this package knows by fused ones that hold the same numbers.
 
     Known are `HNPSMixerLinear`, `HNPSMixerInv` and `HNPSLinear` of the MAGEP authors, by the names of the classes and
     of their parameters, and this package's own layers with a slow backend. A `TupleOp` with relu, tanh or sin that
-    stands behind such a layer in an `nn.Sequential` is fused into it. Outputs and gradients agree to rounding.
+    stands behind such a layer in an `nn.Sequential` is fused into it. Outputs and gradients of the model agree to
+    rounding, unless code takes part of such an `nn.Sequential`, see `fuse_activations`.
 
     Parameters are packed anew, so optimisers are to be built after this; those that hold replaced parameters are named
     in the report and in a warning. Everything else in the model stays as it is.
@@ -116,13 +117,19 @@ def accelerate(model: nn.Module, copy: bool = False) -> Report:
     Args:
         model: any module.
         copy: whether to leave the model as it is and work on a copy.
+        fuse_activations: whether TupleOps go into the layers in front of them. Then the layer gives what the TupleOp
+            gave, and an `nn.Identity` stands in its place: calling the `nn.Sequential` gives the same, but code that
+            iterates over it, indexes or slices it, or hooks one of the two later, sees the activated features behind
+            the layer already, and no TupleOp. Pass False for models used that way.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"accelerate takes an nn.Module; found {type(model).__name__}")
     model = copying.deepcopy(model) if copy else model
     swap = _Swap(model)
     model = swap.visit(model, "")
-    swap.fuse_activations()
+    if fuse_activations:
+        swap.fuse_activations()
+    swap.leave_activations("" if fuse_activations else "kept by fuse_activations=False")
     optimizers = _optimizers_of(swap.old_parameters)
     for optimizer in optimizers:
         warnings.warn(_advice(optimizer), stacklevel=2)
@@ -236,7 +243,7 @@ class _Swap:
         return module
 
     def fuse_activations(self) -> None:
-        """TupleOps go into the fused layers in front of them where nothing else can see what is between the two."""
+        """TupleOps go into the fused layers in front of them where the model has no other use of the two."""
         for name, sequence in self.sequences:
             for (before, layer), (key, follower) in pairwise(list(sequence._modules.items())):
                 if layer is not None and follower is not None and self._fuses(layer, follower):
@@ -244,10 +251,13 @@ class _Swap:
                     self.tuple_ops.pop(_join(name, key))
                     self.replaced.append(Replaced(_join(name, key), str(follower), f"fused into {_join(name, before)}"))
                     setattr(sequence, key, nn.Identity())
+
+    def leave_activations(self, reason: str) -> None:
+        """Reports the TupleOps that were not fused, each with its own reason if none is given for all."""
         for name, module in self.tuple_ops.items():
             hooks = "it has hooks, which a fused activation would not call: remove them first"
             no_place = "no fused layer directly before it in an nn.Sequential, or no fused function"
-            self._leave(module, name, hooks if _has_hooks(module) else no_place)
+            self._leave(module, name, reason or (hooks if _has_hooks(module) else no_place))
 
     def _fuses(self, layer: nn.Module, follower: nn.Module) -> bool:
         return (

@@ -229,6 +229,17 @@ def test_activations_are_fused_only_where_that_is_safe():
             assert_same(a, b, 1e-5)
 
 
+def test_activations_can_be_kept():
+    model = mlp_model()
+    old = deepcopy(model)
+    report = accelerate(model, fuse_activations=False)
+    assert [x.name for x in report.replaced] == ["0", "2", "4"]
+    assert [x.reason for x in report.left if x.name in "13"] == ["kept by fuse_activations=False"] * 2
+    x = networks(MLP)
+    for end in range(1, 5):  # code that takes part of the model sees what it saw
+        assert_same(model[:end](x).weights[0], old[:end](x).weights[0], 1e-5)
+
+
 def changed(change):
     layer = HNPSMixerLinear(MLP, 1, 2)
     change(layer)
