@@ -153,6 +153,8 @@ def chained_layers(module: nn.Module) -> list[ChainedLayer]:
             raise ValueError(f"layer '{name}' ({layer}) has no shape yet; run the network once on data")
         if isinstance(layer, _CONVOLUTIONS) and layer.groups != 1:
             raise ValueError(f"layer '{name}' ({layer}) has groups={layer.groups}; only groups=1 is supported")
+        if isinstance(layer, (nn.Linear, *_CONVOLUTIONS, nn.modules.batchnorm._BatchNorm)):
+            _check_parameters(name, layer)
         if isinstance(layer, (nn.Linear, *_CONVOLUTIONS)):
             layers.append(ChainedLayer(name, layer.weight, layer.bias))
             between = None
@@ -174,6 +176,17 @@ def chained_layers(module: nn.Module) -> list[ChainedLayer]:
     if not layers:
         raise ValueError(f"{type(module).__name__} has no nn.Linear or nn.Conv1d/2d/3d layer")
     return layers
+
+
+def _check_parameters(name: str, layer: nn.Module) -> None:
+    """Refuses a weight or bias that is no parameter: it may be out of date, and what is written to it is lost."""
+    for role in ("weight", "bias"):
+        if role not in layer._parameters:
+            raise ValueError(
+                f"layer '{name}' ({layer}): its {role} is computed from other tensors; expected a parameter. Make it "
+                "one with torch.nn.utils.prune.remove for a pruned layer, remove_weight_norm, remove_spectral_norm, or "
+                "parametrize.remove_parametrizations"
+            )
 
 
 def _norm_of(name: str, layer: nn.modules.batchnorm._BatchNorm) -> Norm:

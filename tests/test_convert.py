@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import prune
 
 from magep_fast import (
     WeightFeatures,
@@ -127,6 +128,31 @@ def test_refused_features_leave_the_modules_untouched():
         to_modules(from_modules(mlp()), network)
     for name, value in network.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "advice"),
+    [
+        (lambda x: prune.random_unstructured(x, "weight", 0.5), "prune.remove"),
+        (lambda x: prune.random_unstructured(x, "bias", 0.5), "prune.remove"),
+        (nn.utils.weight_norm, "remove_weight_norm"),
+        (nn.utils.spectral_norm, "remove_spectral_norm"),
+        (nn.utils.parametrizations.weight_norm, "parametrize.remove_parametrizations"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_computed_weights_are_refused(change, advice):
+    layer = nn.Linear(3, 3)
+    change(layer)
+    with pytest.raises(ValueError, match=rf"(?s)layer '0' .* is computed from other tensors.*{advice}"):
+        from_modules(nn.Sequential(layer))
+
+
+def test_computed_weights_of_a_batch_norm_are_refused():
+    norm = nn.BatchNorm1d(3)
+    prune.random_unstructured(norm, "weight", 0.5)
+    with pytest.raises(ValueError, match="layer '1' .* is computed from other tensors"):
+        from_modules(nn.Sequential(nn.Linear(3, 3), norm))
 
 
 def with_norms(bias=True, affine=True):
