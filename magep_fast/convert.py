@@ -19,7 +19,7 @@ import ast
 import csv
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from math import prod
 from os import PathLike, fspath
@@ -342,25 +342,36 @@ def _unpack(features: WeightFeatures, networks: Sequence[list[ChainedLayer]], wh
         for layer, b in zip(network, features.biases, strict=True):
             if layer.bias is None and layer.norm is None and b[number].any():
                 raise ValueError(f"layer '{layer.name}' has no bias but the features of network {number} have one")
+    writes: dict[int, tuple[str, Tensor, Tensor]] = {}  # by the identity of what is written to
+    for number, network in enumerate(networks):
+        for layer, w, b in zip(network, features.weights, features.biases, strict=True):
+            place = f"layer '{layer.name}' of network {number}"
+            for target, value in _writes(layer, w[number], b[number, 0]):
+                other, _, before = writes.setdefault(id(target), (place, target, value))
+                if not torch.equal(before, value):
+                    raise ValueError(
+                        f"{place} shares its numbers with {other} but the features of the two differ; "
+                        f"expected equal features, or {what} that share nothing"
+                    )
     with torch.no_grad():
-        for number, network in enumerate(networks):
-            for layer, w, b in zip(network, features.weights, features.biases, strict=True):
-                layer.weight.copy_(w[number].permute(1, 2, 0).reshape(layer.weight.shape))
-                if layer.norm is not None:
-                    _set_to_identity(layer.norm)
-                if layer.bias is not None:
-                    layer.bias.copy_(b[number, 0])
-                elif layer.norm is not None:
-                    layer.norm.mean.copy_(-b[number, 0])
+        for _, target, value in writes.values():
+            target.copy_(value)
 
 
-def _set_to_identity(norm: Norm) -> None:
-    norm.mean.zero_()
-    norm.variance.fill_(1 - norm.eps)
-    if norm.scale is not None:
-        norm.scale.fill_(1)
-    if norm.shift is not None:
-        norm.shift.zero_()
+def _writes(layer: ChainedLayer, w: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor of a layer with its new value, w `[taps, n_i, n_(i-1)]` and b `[n_i]`: the BatchNorm becomes the
+    identity, or takes the bias of a layer that has none."""
+    yield layer.weight, w.permute(1, 2, 0).reshape(layer.weight.shape)
+    if layer.bias is not None:
+        yield layer.bias, b
+    norm = layer.norm
+    if norm is not None:
+        yield norm.mean, -b if layer.bias is None else torch.zeros_like(norm.mean)
+        yield norm.variance, torch.full_like(norm.variance, 1 - norm.eps)
+        if norm.scale is not None:
+            yield norm.scale, torch.ones_like(norm.scale)
+        if norm.shift is not None:
+            yield norm.shift, torch.zeros_like(norm.shift)
 
 
 def _layers_of(

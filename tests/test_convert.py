@@ -155,6 +155,22 @@ def test_computed_weights_of_a_batch_norm_are_refused():
         from_modules(nn.Sequential(nn.Linear(3, 3), norm))
 
 
+def test_a_module_used_twice_takes_one_set_of_numbers():
+    layer = nn.Linear(3, 3)
+    network = nn.Sequential(layer, nn.ReLU(), layer)
+    features = from_modules(network)
+    to_modules(features, network)
+    before = deepcopy(network.state_dict())
+    for tensor in (features.weights[1], features.biases[1]):
+        tensor.add_(1)
+        with pytest.raises(ValueError, match=escape("layer '2' of network 0 shares its numbers with layer '0' of net")):
+            to_modules(features, network)
+        tensor.sub_(1)
+    same_state(network.state_dict(), before)
+    with pytest.raises(ValueError, match="layer '0' of network 1 shares its numbers with layer '0' of network 0"):
+        to_modules(from_modules([mlp(), mlp()]), [network := mlp(), network])
+
+
 def with_norms(bias=True, affine=True):
     """A trained-looking CNN with BatchNorm: no statistic at its initial value."""
     network = nn.Sequential(
