@@ -347,8 +347,9 @@ def _unpack(features: WeightFeatures, networks: Sequence[list[ChainedLayer]], wh
         for layer, w, b in zip(network, features.weights, features.biases, strict=True):
             place = f"layer '{layer.name}' of network {number}"
             for target, value in _writes(layer, w[number], b[number, 0]):
+                value = value.to(target)
                 other, _, before = writes.setdefault(id(target), (place, target, value))
-                if not torch.equal(before, value):
+                if not torch.allclose(before, value, rtol=0, atol=0, equal_nan=True):
                     raise ValueError(
                         f"{place} shares its numbers with {other} but the features of the two differ; "
                         f"expected equal features, or {what} that share nothing"
