@@ -108,12 +108,13 @@ def bucket(networks: Sequence[WeightFeatures], batch_size: int | None = None) ->
     Networks that differ in n_0, n_L, L, taps or channels, which no layer can take together, come in different batches.
 
     Args:
-        networks: one network each.
-        batch_size: most networks in a batch; those of about the same size come together, to pad little. Default: each
+        networks: each of them one network or a batch of networks of equal widths, which stay together.
+        batch_size: most items of the list in a batch; those of about the same size come together, to pad little. Default: each
             bucket is one batch.
     """
     for chosen in _batches(_kinds(networks), batch_size, range(len(networks))):
-        yield replace(collate([networks[k] for k in chosen]), indices=tuple(chosen))
+        batch = collate([networks[k] for k in chosen])
+        yield replace(batch, indices=tuple(chosen[k] for k in batch.indices))
 
 
 class NetworkDataset(Dataset[Any]):
@@ -132,6 +133,12 @@ class NetworkDataset(Dataset[Any]):
     def __init__(self, networks: Sequence[WeightFeatures], targets: Sequence[Any] | Tensor | None = None):
         if targets is not None and len(targets) != len(networks):
             raise ValueError(f"found {len(networks)} networks and {len(targets)} targets; expected one target for each")
+        for number, network in enumerate(networks):
+            if network.batch_size != 1:
+                raise ValueError(
+                    f"item {number} is a batch of {network.batch_size} networks; expected one network: take a batch "
+                    "apart with [batch[k] for k in range(batch.batch_size)]"
+                )
         self.networks = networks
         self.targets = targets
 

@@ -97,6 +97,18 @@ def test_buckets_of_a_size_hold_networks_of_about_one_size():
         list(bucket(ragged(), batch_size=0))
 
 
+def test_buckets_of_batches_say_where_each_network_stood():
+    networks = [random_features(SPACES[k], batch_size=size) for k, size in ((0, 2), (1, 3), (2, 1))]
+    (batch,) = bucket(networks)
+    assert batch.indices == (0, 0, 1, 1, 1, 2)
+    assert [x.indices for x in bucket(networks, batch_size=2)] == [(2, 1, 1, 1), (0, 0)]
+
+
+def test_data_sets_hold_one_network_per_item():
+    with pytest.raises(ValueError, match="item 1 is a batch of 2 networks; expected one network"):
+        NetworkDataset([*ragged()[:1], random_features(SPACES[0], batch_size=2)])
+
+
 def test_batches_move_and_keep_their_widths():
     batch = collate(ragged()).to(torch.float32)
     assert batch.features.dtype == torch.float32 and len(batch.unpad()) == 4
