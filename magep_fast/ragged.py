@@ -109,8 +109,8 @@ def bucket(networks: Sequence[WeightFeatures], batch_size: int | None = None) ->
 
     Args:
         networks: each of them one network or a batch of networks of equal widths, which stay together.
-        batch_size: most items of the list in a batch; those of about the same size come together, to pad little. Default: each
-            bucket is one batch.
+        batch_size: most items of the list in a batch; those of about the same size come together, to pad little.
+            Default: each bucket is one batch.
     """
     for chosen in _batches(_kinds(networks), batch_size, range(len(networks))):
         batch = collate([networks[k] for k in chosen])
@@ -123,7 +123,7 @@ class NetworkDataset(Dataset[Any]):
         data = NetworkDataset(networks, accuracies)
         loader = DataLoader(data, batch_sampler=BucketSampler(data, 32, shuffle=True), collate_fn=collate_fn)
         for batch, targets in loader:
-            loss = (model(batch.features) - targets).square().mean()
+            loss = (model(batch.features).squeeze(1) - targets).square().mean()  # [B, 1] and [B]
 
     Args:
         networks: of one network each.
@@ -164,7 +164,8 @@ class BucketSampler(Sampler[list[int]]):
     Args:
         data: a data set of networks.
         batch_size: most networks in a batch.
-        shuffle: a new order for each epoch, of the networks and of the batches.
+        shuffle: new batches for each epoch, in a new order: among networks sorted by size, each comes less
+            than two batches earlier or later. Networks that fit into one batch stay together.
         generator: where the order comes from.
     """
 
@@ -183,7 +184,8 @@ class BucketSampler(Sampler[list[int]]):
             yield from self.batches
             return
         order = torch.randperm(len(self.kinds), generator=self.generator).tolist()
-        batches = _batches(self.kinds, self.batch_size, order)
+        shifts = (torch.rand(len(self.kinds), generator=self.generator) * 2 * self.batch_size).tolist()
+        batches = _batches(self.kinds, self.batch_size, order, shifts)
         for k in torch.randperm(len(batches), generator=self.generator).tolist():
             yield batches[k]
 
@@ -200,8 +202,13 @@ def _kinds(networks: Iterable[WeightFeatures]) -> list[_Kind]:
     return [(_bucket_of(network), network.numbers_per_network) for network in networks]
 
 
-def _batches(kinds: Sequence[_Kind], batch_size: int | None, order: Iterable[int]) -> list[list[int]]:
-    """Which networks to collate: buckets, each cut into batches of similar sizes, equal sizes in the order given."""
+def _batches(
+    kinds: Sequence[_Kind], batch_size: int | None, order: Iterable[int], shifts: Sequence[float] | None = None
+) -> list[list[int]]:
+    """Which networks to collate: buckets, each cut into batches of similar sizes, equal sizes in the order given.
+
+    `shifts`: how much later than its place by size each network comes.
+    """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be positive; found {batch_size}")
     buckets: dict[tuple[WeightSpace, int], list[int]] = {}
@@ -211,6 +218,9 @@ def _batches(kinds: Sequence[_Kind], batch_size: int | None, order: Iterable[int
     for members in buckets.values():
         if batch_size is not None:
             members.sort(key=lambda k: kinds[k][1])
+        if shifts is not None:
+            places = {k: place + shifts[k] for place, k in enumerate(members)}
+            members.sort(key=places.__getitem__)
         size = batch_size or len(members)
         batches += [members[start : start + size] for start in range(0, len(members), size)]
     return batches

@@ -140,6 +140,16 @@ def test_samplers_have_a_new_order_each_epoch():
         NetworkDataset(data.networks, [1, 2, 3])
 
 
+def test_batches_of_networks_of_distinct_sizes_differ_from_epoch_to_epoch():
+    data = NetworkDataset([random_features(WeightSpace((2, n, 3)), 1, 1) for n in range(1, 17)])
+    sampler = BucketSampler(data, 4, shuffle=True, generator=torch.Generator().manual_seed(1))
+    epochs = [list(sampler) for _ in range(20)]
+    assert len({frozenset(map(frozenset, epoch)) for epoch in epochs}) > 15
+    for epoch in epochs:
+        assert len(epoch) == len(sampler) and sorted(sum(epoch, [])) == list(range(16))
+        assert not any({0, 15} <= set(batch) for batch in epoch)  # the narrowest with the widest
+
+
 def random_network(dice):
     """An MLP of 1 to 6 layers and hidden widths 1 to 300, with or without biases, of one of eight ends."""
     hidden = [dice.choice((dice.randint(1, 300), dice.randint(1, 20))) for _ in range(dice.randint(0, 5))]
