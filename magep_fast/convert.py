@@ -19,6 +19,7 @@ import ast
 import csv
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from math import prod
@@ -60,7 +61,7 @@ def from_state_dicts(
     *,
     keys: Keys | None = None,
     layers: Sequence[str] | None = None,
-    eps: float = 1e-5,
+    eps: float | None = None,
 ) -> WeightFeatures:
     """A batch of networks of one architecture, given by their state_dicts, as features of one channel.
 
@@ -72,7 +73,8 @@ def from_state_dicts(
         keys: what foreign keys mean: a mapping or a function from the key to `"<layer>.weight"` and so on, or to None
             for an entry to leave out. Keys that a mapping does not have stand for themselves.
         layers: names of the layers from input to output, BatchNorm included, if the order of the keys is another one.
-        eps: of the BatchNorms, which their state does not have.
+        eps: of all BatchNorms. A state_dict does not hold it; without it torch's default, 1e-5, is assumed, with a
+            warning if there is a BatchNorm.
     """
     networks = [state_dicts] if isinstance(state_dicts, Mapping) else list(state_dicts)
     return _pack("from_state_dicts", _each("network", networks, lambda x: _layers_of(x, keys, layers, eps)))
@@ -84,7 +86,7 @@ def to_state_dicts(
     *,
     keys: Keys | None = None,
     layers: Sequence[str] | None = None,
-    eps: float = 1e-5,
+    eps: float | None = None,
 ) -> list[dict[str, Tensor]]:
     """A state_dict for each network: the inverse of `from_state_dicts`.
 
@@ -108,7 +110,7 @@ def from_safetensors(
     *,
     keys: Keys | None = None,
     layers: Sequence[str] | None = None,
-    eps: float = 1e-5,
+    eps: float | None = None,
 ) -> WeightFeatures:
     """A batch of networks of one architecture, one per safetensors file, as features of one channel.
 
@@ -130,7 +132,7 @@ def to_safetensors(
     *,
     keys: Keys | None = None,
     layers: Sequence[str] | None = None,
-    eps: float = 1e-5,
+    eps: float | None = None,
 ) -> None:
     """Writes each network into a file: the inverse of `from_safetensors`.
 
@@ -376,7 +378,7 @@ def _writes(layer: ChainedLayer, w: Tensor, b: Tensor) -> Iterator[tuple[Tensor,
 
 
 def _layers_of(
-    state_dict: StateDict, keys: Keys | None, layers: Sequence[str] | None, eps: float
+    state_dict: StateDict, keys: Keys | None, layers: Sequence[str] | None, eps: float | None
 ) -> list[ChainedLayer]:
     """The layers of a state_dict, in order, sharing its tensors."""
     chain: list[ChainedLayer] = []
@@ -465,7 +467,7 @@ def _layer_from(name: str, entries: dict[str, Tensor]) -> ChainedLayer:
     return ChainedLayer(name, weight, bias)
 
 
-def _norm_from(name: str, entries: dict[str, Tensor], eps: float) -> Norm:
+def _norm_from(name: str, entries: dict[str, Tensor], eps: float | None) -> Norm:
     missing = [role for role in ("running_mean", "running_var") if role not in entries]
     if missing:
         raise ValueError(f"BatchNorm '{name}' has {list(entries)} but no {', '.join(missing)}")
@@ -475,6 +477,14 @@ def _norm_from(name: str, entries: dict[str, Tensor], eps: float) -> Norm:
                 f"'{name}.{role}' is {tuple(tensor.shape)}; expected {tuple(entries['running_mean'].shape)} "
                 f"as '{name}.running_mean'"
             )
+    if eps is None:
+        eps = 1e-5
+        # Of one place in the code, so that Python's own filter shows it once, not for each network.
+        warnings.warn(
+            f"a state_dict does not hold the eps of its BatchNorms; assumed {eps}, torch's default. Pass eps= to say "
+            "what it is",
+            stacklevel=1,
+        )
     return Norm(entries["running_mean"], entries["running_var"], entries.get("weight"), entries.get("bias"), eps)
 
 

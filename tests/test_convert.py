@@ -222,9 +222,24 @@ def test_state_dict_round_trip(make):
 def test_state_dicts_and_modules_give_the_same_features():
     network = with_norms()
     network[6].eps = 1e-5  # a state_dict does not tell it
-    assert_same(from_state_dicts(network.state_dict()), from_modules(network))
-    (state,) = to_state_dicts(from_modules(network), network.state_dict())
-    assert_same(from_state_dicts(state), from_modules(network))
+    assert_same(from_state_dicts(network.state_dict(), eps=1e-5), from_modules(network))
+    (state,) = to_state_dicts(from_modules(network), network.state_dict(), eps=1e-5)
+    assert_same(from_state_dicts(state, eps=1e-5), from_modules(network))
+
+
+def test_an_assumed_eps_is_said(tmp_path, recwarn):
+    state = with_norms().state_dict()
+    from_state_dicts(state, eps=1e-5)
+    from_state_dicts(mlp().state_dict())
+    assert not recwarn
+    with pytest.warns(UserWarning, match="a state_dict does not hold the eps of its BatchNorms; assumed 1e-05"):
+        features = from_state_dicts(state)
+    with pytest.warns(UserWarning, match="assumed 1e-05"):
+        to_state_dicts(features, state)
+    with pytest.warns(UserWarning, match="assumed 1e-05"):
+        to_safetensors(features, tmp_path / "a.safetensors", state)
+    with pytest.warns(UserWarning, match="assumed 1e-05"):
+        from_safetensors(tmp_path / "a.safetensors")
 
 
 def test_keys_of_other_names():
