@@ -142,6 +142,10 @@ def load_authors_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], 
     Layers are found by their place: those of `accelerate`d models, or layers of this package built in the same places.
     The authors' one [Wb] coefficient goes to every t where a layer has several. Other entries are loaded as usual.
 
+    The authors do not train the connections Ψ of their equivariant layer, so `psi` of a `MagepEquivariant` built here
+    is frozen; `layer.psi.requires_grad_()` after loading trains it. Layers of `accelerate` stay trained as they were.
+    Connections that no term reads are kept by layers of `accelerate` alone.
+
     Args:
         model: e.g. of `accelerate`.
         state_dict: keys may all begin with `module.` or `_orig_mod.`, as wrapped models save them.
@@ -166,13 +170,17 @@ def load_authors_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor], 
         if isinstance(module, FusedLayer) and module.unread_psi is not None:
             ours[f"{prefix}unread_psi"] = unread
     model.load_state_dict(rest | ours, strict)
+    for _, module, layer in _places(model):
+        if not isinstance(module, FusedLayer) and isinstance(layer, MagepEquivariant) and layer.psi is not None:
+            layer.psi.requires_grad_(False)
 
 
 def to_authors_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state_dict with the authors' names and shapes, which their own model can load: the inverse of
     `load_authors_state_dict`.
 
-    A layer with a [Wb] coefficient for each t can be written only where they are equal.
+    A layer with a [Wb] coefficient for each t can be written only where they are equal. Connections Ψ that the
+    authors' layers have and no term reads are written as they were in layers that `accelerate` replaced, else as zeros.
     """
     state: dict[str, Tensor] = dict(model.state_dict())
     for prefix, module, layer in _places(model):

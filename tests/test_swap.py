@@ -460,6 +460,21 @@ def test_checkpoints_of_own_layers():
         to_authors_state_dict(ours)
 
 
+def test_checkpoints_freeze_the_connections_that_the_authors_freeze():
+    space = WeightSpace((2, None, None, 3))
+    ours = nn.Sequential(MagepEquivariant(space, 1, 2), MagepInvariant(space, 2, 4))
+    theirs = nn.Sequential(HNPSMixerLinear(MLP, 1, 2), HNPSMixerInv(MLP, 2, 4))
+    load_authors_state_dict(ours, theirs.state_dict())
+    assert [name for name, p in ours.named_parameters() if not p.requires_grad] == ["0.psi"]
+
+
+def test_checkpoints_leave_accelerated_layers_trained_as_they_were():
+    theirs = HNPSMixerLinear(MLP, 1, 2)
+    ours = accelerate(deepcopy(theirs).requires_grad_()).model
+    load_authors_state_dict(ours, theirs.state_dict())
+    assert all(p.requires_grad for p in ours.parameters())
+
+
 def test_checkpoints_of_layers_with_fewer_terms():
     space = WeightSpace((2, None, None, 3))
     layer = MagepEquivariant(space, 1, 2, terms={"W", "b", "1", "WW", "WW_pp"})
