@@ -269,7 +269,8 @@ def from_zoo_rows(rows: Any, layout: File | Sequence[ZooEntry]) -> WeightFeature
     weights: list[Tensor] = []
     biases: list[Tensor] = []
     for kernel, bias, n_in in _zoo_layers(entries):
-        block = rows[:, kernel.start : kernel.end].reshape(len(rows), -1, n_in, kernel.shape[-1])
+        taps = prod(kernel.shape[:-1]) // n_in
+        block = rows[:, kernel.start : kernel.end].reshape(len(rows), taps, n_in, kernel.shape[-1])
         weights.append(block.mT.contiguous())
         zeros = rows.new_zeros(len(rows), kernel.shape[-1])
         biases.append((zeros if bias is None else rows[:, bias.start : bias.end]).unsqueeze(1).contiguous())
@@ -284,7 +285,7 @@ def to_zoo_rows(features: WeightFeatures, layout: File | Sequence[ZooEntry]) -> 
     features.check(WeightSpace((found[0][2], *(kernel.shape[-1] for kernel, _, _ in found)), taps), channels=1)
     rows = features.biases[0].new_empty(features.batch_size, entries[-1][0].end)
     for (kernel, bias, _), w, b in zip(found, features.weights, features.biases, strict=True):
-        rows[:, kernel.start : kernel.end] = w.mT.reshape(features.batch_size, -1)
+        rows[:, kernel.start : kernel.end] = w.mT.flatten(1)
         if bias is not None:
             rows[:, bias.start : bias.end] = b[:, 0]
         elif b.any():

@@ -439,6 +439,12 @@ def test_zoo_round_trip(tmp_path):
     assert_same(from_zoo_rows(rows[1], LAYOUT), features[1])
 
 
+def test_no_zoo_rows_are_a_batch_of_none():
+    features = from_zoo_rows(torch.empty(0, 151), LAYOUT)
+    assert features.batch_size == 0 and features.space == WeightSpace((2, 4, 3), (9, 6))
+    assert to_zoo_rows(features, LAYOUT).shape == (0, 151)
+
+
 def test_zoo_without_bias():
     layout = [ZooEntry("a/kernel:0", 0, 6, (2, 3)), ZooEntry("b/kernel:0", 6, 9, (3, 1))]
     rows = torch.randn(2, 9)
