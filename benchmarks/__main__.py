@@ -3,6 +3,7 @@
 import argparse
 
 from benchmarks import compile, layers, model, scaling, tables
+from benchmarks.data import command as data
 
 
 def main() -> None:
@@ -13,6 +14,7 @@ def main() -> None:
     tables.add_arguments(commands.add_parser("tables", help="the paper's efficiency tables, with every rival system"))
     compile.add_arguments(commands.add_parser("compile", help="Triton kernels compiled for GPUs that need not be here"))
     model.add_arguments(commands.add_parser("model", help="bytes, flops and launches counted, time on GPUs predicted"))
+    data.add_arguments(commands.add_parser("data", help="trained networks to learn from: a zoo of CNNs, SIRENs of images"))
     arguments = parser.parse_args()
     arguments.run(arguments)
 
