@@ -2,7 +2,20 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from magep_fast.convert import from_modules, to_modules
+from magep_fast.convert import (
+    from_dwsnets,
+    from_modules,
+    from_nfn,
+    from_safetensors,
+    from_state_dicts,
+    from_zoo_rows,
+    to_dwsnets,
+    to_modules,
+    to_nfn,
+    to_safetensors,
+    to_state_dicts,
+    to_zoo_rows,
+)
 from magep_fast.layers import Activation, MagepEquivariant, MagepInvariant, MonomialEquivariant, check_activation
 from magep_fast.ops.backends import available_backends, use_backend
 from magep_fast.spaces import WeightFeatures, WeightSpace
@@ -25,7 +38,17 @@ __all__ = [
     "WeightSpace",
     "available_backends",
     "check_activation",
+    "from_dwsnets",
     "from_modules",
+    "from_nfn",
+    "from_safetensors",
+    "from_state_dicts",
+    "from_zoo_rows",
+    "to_dwsnets",
     "to_modules",
+    "to_nfn",
+    "to_safetensors",
+    "to_state_dicts",
+    "to_zoo_rows",
     "use_backend",
 ]

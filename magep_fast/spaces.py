@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.export import register_dataclass
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @dataclass(frozen=True)
@@ -78,25 +79,25 @@ class WeightSpace:
         """The space of an `nn.Sequential`-like chain of dense and convolution layers, in order of registration.
 
         A dense layer that follows a flattened convolution has one tap per position of the feature map. Layers
-        without parameters (activations, pooling, dropout, flatten) are looked through.
+        without parameters (activations, pooling, dropout, flatten) are looked through, BatchNorm belongs to the layer
+        in front of it.
         """
-        layers = chained_layers(module)
-        widths: list[int | None] = [fan_in(layers[0][1])]
-        taps: list[int] = []
-        before: nn.Module | None = None
-        for name, layer in layers:
-            n_in, known = fan_in(layer), widths[-1]
-            assert known is not None
-            flattens = isinstance(layer, nn.Linear) and isinstance(before, _CONVOLUTIONS)
-            if n_in % known or (n_in != known and not flattens):
+        return WeightSpace.of_layers(chained_layers(module))
+
+    @staticmethod
+    def of_layers(layers: Sequence[ChainedLayer]) -> WeightSpace:
+        """The space of a chain of layers, each of which reads the one before it."""
+        widths, taps = [layers[0].weight.shape[1]], []
+        for i, layer in enumerate(layers):
+            n_in, known = layer.weight.shape[1], widths[-1]
+            flattens = i > 0 and layer.weight.dim() == 2 and layers[i - 1].weight.dim() > 2
+            if not known or n_in % known or (n_in != known and not flattens):
                 raise ValueError(
-                    f"layer '{name}' ({layer}) reads {n_in} features but the layer before it gives {known}; "
+                    f"layer {layer} reads {n_in} features but the layer before it gives {known}; "
                     "expected a chain in which each layer reads the one registered before it"
                 )
-            positions = n_in // known
-            taps.append(prod(layer.kernel_size) if isinstance(layer, _CONVOLUTIONS) else positions)
+            taps.append(n_in // known * prod(layer.weight.shape[2:]))
             widths.append(layer.weight.shape[0])
-            before = layer
         return WeightSpace(widths, taps)
 
     def __repr__(self) -> str:
@@ -104,27 +105,84 @@ class WeightSpace:
         return f"WeightSpace({widths})" if set(self.taps) == {1} else f"WeightSpace({widths}, taps={self.taps})"
 
 
-def fan_in(layer: nn.Module) -> int:
-    """Input features of a dense layer, input channels of a convolution."""
-    return layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels  # type: ignore[return-value]
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A BatchNorm in evaluation: (x − mean) / √(variance + eps) · scale + shift, where it has scale and shift."""
+
+    mean: Tensor
+    variance: Tensor
+    scale: Tensor | None
+    shift: Tensor | None
+    eps: float
 
 
-def chained_layers(module: nn.Module) -> list[tuple[str, Any]]:
-    """The named dense and convolution layers of a module, in order; refuses layers a weight space cannot describe."""
-    layers: list[tuple[str, Any]] = []
+@dataclass(frozen=True, eq=False)
+class ChainedLayer:
+    """A dense or convolution layer as it stands in a network: weight `[n_i, n_(i-1)·positions]` or
+    `[n_i, n_(i-1), *kernel]`, bias `[n_i]` or None, and the BatchNorm behind it. The tensors are the network's own.
+    """
+
+    name: str
+    weight: Tensor
+    bias: Tensor | None
+    norm: Norm | None = None
+
+    def followed_by(self, norm: Norm, name: str) -> ChainedLayer:
+        """The layer with a BatchNorm behind it."""
+        if self.norm is not None:
+            raise ValueError(f"'{name}' is a second BatchNorm behind layer {self}; expected one at most")
+        if norm.mean.shape != self.weight.shape[:1]:
+            raise ValueError(
+                f"BatchNorm '{name}' has {tuple(norm.mean.shape)} statistics but layer {self} in front of it has "
+                f"{self.weight.shape[0]} neurons; expected one per neuron"
+            )
+        return replace(self, norm=norm)
+
+    def __str__(self) -> str:
+        return f"'{self.name}' ({tuple(self.weight.shape)})"
+
+
+def chained_layers(module: nn.Module) -> list[ChainedLayer]:
+    """The dense and convolution layers of a module, in order; refuses layers a weight space cannot describe."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"found {type(module).__name__}; expected an nn.Module")
+    layers: list[ChainedLayer] = []
+    between: str | None = None  # what stands between the last layer and here and does not commute with a BatchNorm
     for name, layer in module.named_modules(remove_duplicate=False):  # a layer used twice is two layers
+        if any(isinstance(x, nn.parameter.UninitializedParameter) for x in layer.parameters(recurse=False)):
+            raise ValueError(f"layer '{name}' ({layer}) has no shape yet; run the network once on data")
         if isinstance(layer, _CONVOLUTIONS) and layer.groups != 1:
             raise ValueError(f"layer '{name}' ({layer}) has groups={layer.groups}; only groups=1 is supported")
         if isinstance(layer, (nn.Linear, *_CONVOLUTIONS)):
-            layers.append((name, layer))
+            layers.append(ChainedLayer(name, layer.weight, layer.bias))
+            between = None
+        elif isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            if not layers or between is not None:
+                place = f"behind {between}" if layers else "in front of the first layer"
+                raise ValueError(
+                    f"layer '{name}' ({layer}) stands {place}; a BatchNorm can be folded only into a dense or "
+                    "convolution layer directly in front of it: fold it into the layer that follows it, or remove it"
+                )
+            layers[-1] = layers[-1].followed_by(_norm_of(name, layer), name)
         elif next(layer.parameters(recurse=False), None) is not None:
             raise ValueError(
-                f"layer '{name}' ({layer}) has parameters but is neither nn.Linear nor nn.Conv1d/2d/3d; "
-                "fold it into its neighbour (as BatchNorm can be) or remove it"
+                f"layer '{name}' ({layer}) has parameters but is neither nn.Linear nor nn.Conv1d/2d/3d nor BatchNorm; "
+                "fold it into its neighbour or remove it, or leave it out and convert the state_dict of the rest"
             )
+        elif not list(layer.children()) and not isinstance(layer, (nn.Identity, nn.Flatten, *_DROPOUTS)):
+            between = f"'{name}' ({layer})"
     if not layers:
         raise ValueError(f"{type(module).__name__} has no nn.Linear or nn.Conv1d/2d/3d layer")
     return layers
+
+
+def _norm_of(name: str, layer: nn.modules.batchnorm._BatchNorm) -> Norm:
+    if layer.running_mean is None or layer.running_var is None:
+        raise ValueError(
+            f"layer '{name}' ({layer}) normalises by each batch and has no running statistics, so no fixed weights "
+            "stand for it; expected track_running_stats=True"
+        )
+    return Norm(layer.running_mean, layer.running_var, layer.weight, layer.bias, layer.eps)
 
 
 @dataclass(frozen=True, eq=False)

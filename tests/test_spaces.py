@@ -90,6 +90,10 @@ class TwoLayers(nn.Module):
             WeightSpace((1, 4, 10), (9, 36)),
         ),
         (nn.Sequential(nn.Conv1d(2, 4, 5), nn.Conv1d(4, 3, 1)), WeightSpace((2, 4, 3), (5, 1))),
+        (
+            nn.Sequential(nn.Linear(2, 5), nn.Dropout(), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)),
+            WeightSpace((2, 5, 3)),
+        ),
         (nn.Sequential(nn.Conv3d(2, 4, (1, 2, 3)), nn.Conv3d(4, 3, 2)), WeightSpace((2, 4, 3), (6, 8))),
     ],
 )  # fmt: skip
@@ -100,7 +104,13 @@ def test_space_of_a_module(module, expected):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), "layer '1' (BatchNorm1d(5"),
+        (nn.Sequential(nn.Linear(2, 5), nn.LayerNorm(5), nn.Linear(5, 3)), "layer '1' (LayerNorm((5,)"),
+        (nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.BatchNorm1d(5), nn.Linear(5, 3)), "stands behind '1' (ReLU())"),
+        (nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 3)), "stands in front of the first layer"),
+        (nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.BatchNorm1d(5)), "a second BatchNorm behind layer '0'"),
+        (nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(4)), "has (4,) statistics but layer '0' ((5, 2))"),
+        (nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5, track_running_stats=False)), "has no running statistics"),
+        (nn.Sequential(nn.LazyLinear(5)), "has no shape yet; run the network once on data"),
         (nn.Sequential(nn.Conv2d(4, 4, 3, groups=2)), "has groups=2; only groups=1 is supported"),
         (nn.Sequential(nn.ReLU()), "Sequential has no nn.Linear or nn.Conv1d/2d/3d layer"),
         (nn.Sequential(nn.Linear(2, 5), nn.Linear(4, 3)), "reads 4 features but the layer before it gives 5"),
