@@ -4,6 +4,7 @@ import argparse
 
 from benchmarks import compile, layers, model, scaling, tables
 from benchmarks.data import command as data
+from benchmarks.tasks import command as train
 
 
 def main() -> None:
@@ -15,6 +16,7 @@ def main() -> None:
     compile.add_arguments(commands.add_parser("compile", help="Triton kernels compiled for GPUs that need not be here"))
     model.add_arguments(commands.add_parser("model", help="bytes, flops and launches counted, time on GPUs predicted"))
     data.add_arguments(commands.add_parser("data", help="trained networks to learn from: a zoo of CNNs, SIRENs of images"))
+    train.add_arguments(commands.add_parser("train", help="a task of the paper on trained networks"))
     arguments = parser.parse_args()
     arguments.run(arguments)
 

@@ -24,12 +24,14 @@ class Config:
 
     Args:
         share_Wb: one [Wb] coefficient for all t; see `MagepEquivariant`.
+        terms: of the MAGEP layers; "linear" makes them Monomial-NFN, the values of `ABLATION` give the paper's study.
         learn_psi: whether the connections Ψ, ψ are trained. The authors' code freezes those of equivariant layers.
         init: of the MAGEP layers, "unit" or "xavier_normal".
         backend: of the MAGEP layers.
     """
 
     share_Wb: bool = True
+    terms: str | tuple[str, ...] = "all"
     learn_psi: bool = True
     init: str = "unit"
     backend: str = "auto"
@@ -50,6 +52,7 @@ class Config:
     def _options(self) -> dict[str, Any]:
         return {
             "share_Wb": self.share_Wb,
+            "terms": self.terms,
             "learn_psi": self.learn_psi,
             "init": self.init,
             "backend": self.backend,

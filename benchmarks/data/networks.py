@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -155,17 +155,9 @@ class ShardedNetworks:
     def read(self, shard: int) -> Networks:
         """One shard, checked in every way a file can be wrong."""
         path, space = self.path(shard), self.manifest.space
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except FileNotFoundError as error:
-            raise DataError(
-                f"{path} is missing: {len(self.missing())} of {self.manifest.shards} shards are not made yet; "
-                "run the command that made the others again, it goes on where it stopped"
-            ) from error
-        except SafetensorError as error:
-            raise DataError(f"{path} is truncated or corrupt ({error}); delete it and make it again") from error
+        with self._open(shard) as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if metadata.get("manifest") != self.manifest.fingerprint:
             raise DataError(f"{path} belongs to another {MANIFEST} than the one beside it; do not mix data sets")
         if metadata.get("checksum") != _checksum(tensors):
@@ -183,27 +175,73 @@ class ShardedNetworks:
             raise DataError(f"{path} has columns {sorted(tensors)}; expected {sorted(self.manifest.columns)}")
         return Networks(features, self.manifest.activation, tensors, self.manifest.options)
 
-    def __iter__(self) -> Iterator[Networks]:
-        return (self.read(shard) for shard in range(self.manifest.shards))
+    def read_column(self, shard: int, name: str) -> Tensor:
+        """One column of a shard, and nothing else of the file."""
+        with self._open(shard) as file:
+            if name not in file.keys():  # noqa: SIM118
+                raise DataError(f"{self.path(shard)} has no column {name!r}")
+            return file.get_tensor(name)
+
+    def _open(self, shard: int) -> Any:
+        path = self.path(shard)
+        try:
+            return safe_open(path, "pt")
+        except FileNotFoundError as error:
+            raise DataError(
+                f"{path} is missing: {len(self.missing())} of {self.manifest.shards} shards are not made yet; "
+                "run the command that made the others again, it goes on where it stopped"
+            ) from error
+        except SafetensorError as error:
+            raise DataError(f"{path} is truncated or corrupt ({error}); delete it and make it again") from error
 
 
-def read_networks(folder: Path, activation: str | None = None) -> Networks:
-    """All networks of a folder: in the format of this module, a data set of the Small CNN Zoo, or folders of SIRENs.
+class Source:
+    """The networks of a folder, split by split: in the format of this module, a data set of the Small CNN Zoo, or folders
+    of SIRENs.
 
     Args:
         activation: the one that is expected; of a zoo, which has several, the one that is chosen.
     """
-    from benchmarks.data import readers
 
-    if (folder / "weights.npy").exists():
-        return readers.read_cnn_zoo(folder, activation)
-    if not (folder / MANIFEST).exists() and readers.siren_files(folder):
-        networks = readers.read_sirens(folder)
-    else:
-        networks = Networks.cat(ShardedNetworks(folder))
-    if activation is not None and networks.activation != activation:
-        raise DataError(f"{folder} holds networks with activation {networks.activation!r}; expected {activation!r}")
-    return networks
+    def __init__(self, folder: Path, activation: str | None = None):
+        from benchmarks.data import readers
+
+        self.folder = folder
+        self._whole: Networks | None = None
+        if (folder / "weights.npy").exists():
+            self._whole = readers.read_cnn_zoo(folder, activation)
+        elif not (folder / MANIFEST).exists() and readers.siren_files(folder):
+            self._whole = readers.read_sirens(folder)
+        if self._whole is not None:
+            self.space, self.activation, self.options = self._whole.space, self._whole.activation, self._whole.options
+            self._splits = [self._whole.columns["split"]]
+        else:
+            self._shards = ShardedNetworks(folder)
+            manifest = self._shards.manifest
+            self.space, self.activation, self.options = manifest.space, manifest.activation, manifest.options
+            self._splits = [self._shards.read_column(shard, "split") for shard in range(manifest.shards)]
+        if activation is not None and self.activation != activation:
+            raise DataError(f"{folder} holds networks with activation {self.activation!r}; expected {activation!r}")
+
+    def count(self, split: str) -> int:
+        """Networks for "train", "val" or "test"."""
+        return sum(self._counts(split))
+
+    def read(self, split: str, start: int = 0, stop: int | None = None) -> Networks:
+        """The networks start … stop − 1 of a split. Of a sharded data set only the files that hold them are read."""
+        stop = self.count(split) if stop is None else stop
+        if not start < stop:
+            raise DataError(f"{self.folder} has no networks {start} … {stop - 1} in its {split} split")
+        parts, first = [], 0
+        for shard, count in enumerate(self._counts(split)):
+            if first < stop and first + count > start:
+                networks = self._shards.read(shard) if self._whole is None else self._whole
+                parts.append(networks.split(split)[max(start - first, 0) : stop - first])
+            first += count
+        return Networks.cat(parts)
+
+    def _counts(self, split: str) -> list[int]:
+        return [int((column == SPLITS.index(split)).sum()) for column in self._splits]
 
 
 def write_atomically(path: Path, content: bytes) -> None:
