@@ -4,6 +4,7 @@ import argparse
 
 from benchmarks import compile, layers, model, scaling, tables
 from benchmarks.data import command as data
+from benchmarks.tasks import accuracy
 from benchmarks.tasks import command as train
 
 
@@ -17,6 +18,7 @@ def main() -> None:
     model.add_arguments(commands.add_parser("model", help="bytes, flops and launches counted, time on GPUs predicted"))
     data.add_arguments(commands.add_parser("data", help="trained networks to learn from: a zoo of CNNs, SIRENs of images"))
     train.add_arguments(commands.add_parser("train", help="a task of the paper on trained networks"))
+    accuracy.add_arguments(commands.add_parser("accuracy", help="the paper's accuracy tables in small, with a report"))
     arguments = parser.parse_args()
     arguments.run(arguments)
 

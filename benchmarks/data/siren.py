@@ -5,6 +5,7 @@ What differs among the SIRENs people have is in `Siren`: the frequencies, and th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -55,6 +56,40 @@ class Siren:
             h = torch.baddbmm(b, h, w.squeeze(1).mT)
             h = (omegas[i] * h).sin() if i < len(omegas) else h + self.offset
         return h.unflatten(1, (height, width))
+
+    def to_unit(self, networks: WeightFeatures) -> WeightFeatures:
+        """The same functions in a form that is easier to learn from: phases ω b of hidden neurons in ±π/2, and numbers at
+        the scale that fresh MAGEP layers expect, weights of variance 1/n_(i-1) and biases of variance 1.
+
+        sin is unchanged if ω b moves by 2π, and turns its sign, which the weights behind it can undo, if by π; a fresh
+        SIREN has phases up to ±ω, many turns apart. The rest is a constant for each tensor. Both go along with every
+        permutation and every sign flip of neurons.
+        """
+        weights, biases = list(networks.weights), list(networks.biases)
+        for i, omega in enumerate(self.omegas(networks.num_layers)):
+            turns = (biases[i] * (omega / math.pi)).round()
+            biases[i] = biases[i] - turns * (math.pi / omega)
+            weights[i + 1] = weights[i + 1] * (1 - 2 * turns.remainder(2)).unsqueeze(2)
+        of_weights, of_biases = self._units(networks)
+        return WeightFeatures(
+            (w * unit for w, unit in zip(weights, of_weights, strict=True)),
+            (b * unit for b, unit in zip(biases, of_biases, strict=True)),
+        )
+
+    def from_unit(self, networks: WeightFeatures) -> WeightFeatures:
+        """Back from the scale of `to_unit`: SIRENs again."""
+        of_weights, of_biases = self._units(networks)
+        return WeightFeatures(
+            (w / unit for w, unit in zip(networks.weights, of_weights, strict=True)),
+            (b / unit for b, unit in zip(networks.biases, of_biases, strict=True)),
+        )
+
+    def _units(self, networks: WeightFeatures) -> tuple[list[float], list[float]]:
+        """One over the deviations that weights (times √n_(i-1)) and biases have at initialisation, phases reduced."""
+        fans = [w.shape[-1] for w in networks.weights]
+        weights = [(3 * fans[0]) ** 0.5, *(self.omega / 2**0.5 for _ in fans[1:])]
+        biases = [omega * 12**0.5 / math.pi for omega in self.omegas(len(fans))]
+        return weights, [*biases, (3 * fans[-1]) ** 0.5]
 
 
 def coordinates(height: int, width: int) -> Tensor:

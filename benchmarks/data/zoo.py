@@ -20,8 +20,11 @@ from magep_fast import WeightFeatures, WeightSpace
 from magep_fast.activations import FUNCTIONS
 
 FILTERS, CONVOLUTIONS, KERNEL, STRIDE = 16, 3, 3, 2
+SMALLEST = 15
+"""Height and width of images of which three convolutions leave one position."""
+
 BATCH = 32
-CHECKPOINTS = (0.1, 0.25, 0.5, 0.75, 1.0)
+CHECKPOINTS = (0.1, 0.3, 0.6, 1.0)
 """Where in a network's training its weights are kept."""
 
 OPTIMISERS = ("sgd", "adam", "rmsprop")
@@ -113,13 +116,16 @@ class ZooMaker:
         self, images: Images, activation: str, count: int, per_shard: int, seed: int, steps: tuple[int, int], test_images: int
     ):
         images = images.grey()
+        if min(images.train.shape[1:3]) < SMALLEST:
+            raise ValueError(f"{images.name} has images of {tuple(images.train.shape[1:3])}; expected {SMALLEST} × {SMALLEST} at least")
         pixels = images.train.float() / 255
         mean, deviation = pixels.mean(), pixels.std()
+        chosen = _balanced(images.test_labels, test_images)
         self.train, self.test = (
             (x.float() / 255 - mean).div(deviation).permute(0, 3, 1, 2).contiguous()
-            for x in (images.train, images.test[:test_images])
+            for x in (images.train, images.test[chosen])
         )
-        self.train_labels, self.test_labels = images.train_labels, images.test_labels[:test_images]
+        self.train_labels, self.test_labels = images.train_labels, images.test_labels[chosen]
         self.classes = int(images.train_labels.max()) + 1
         self.activation, self.per_shard, self.seed, self.steps = activation, per_shard, seed, steps
         self.count = count
@@ -179,15 +185,15 @@ class ZooMaker:
     def _draw(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Hyper-parameters of each network, `[count]`."""
         kind = torch.randint(len(OPTIMISERS), (count,), generator=generator)
-        sgd = _log_uniform(count, 3e-3, 0.2, generator)
-        adaptive = _log_uniform(count, 5e-4, 2e-2, generator)
+        sgd = _log_uniform(count, 5e-4, 5e-2, generator)
+        adaptive = _log_uniform(count, 1e-4, 1e-2, generator)
         decays = torch.rand(count, generator=generator) < 0.5
         drops = torch.rand(count, generator=generator) < 0.5
         return {
             "optimiser": kind,
             "learning_rate": torch.where(kind == OPTIMISERS.index("sgd"), sgd, adaptive),
-            "init_scale": _log_uniform(count, 0.3, 2.0, generator),
-            "weight_decay": torch.where(decays, _log_uniform(count, 1e-5, 1e-2, generator), 0.0),
+            "init_scale": _log_uniform(count, 0.2, 1.5, generator),
+            "weight_decay": torch.where(decays, _log_uniform(count, 1e-5, 3e-2, generator), 0.0),
             "dropout": torch.where(drops, _uniform(count, 0.0, 0.5, generator), 0.0),
             "fraction": _log_uniform(count, 0.005, 1.0, generator),
         }
@@ -212,6 +218,13 @@ class ZooMaker:
         return right / len(self.test), loss / len(self.test)
 
 
+def _balanced(labels: Tensor, count: int) -> Tensor:
+    """Indices of as many images of each class, `count` in all if there are: so that all networks that know a single
+    answer are equally good."""
+    each = min(count // int(labels.max() + 1), int(labels.bincount().min()))
+    return torch.cat([(labels == label).nonzero().flatten()[:each] for label in labels.unique()])
+
+
 def _like(per_network: Tensor, x: Tensor) -> Tensor:
     return per_network.view(-1, *(1,) * (x.dim() - 1))
 
@@ -227,7 +240,7 @@ def _log_uniform(count: int, low: float, high: float, generator: torch.Generator
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_making_arguments(parser, count=1024, what="CNNs", per_shard=32)
     parser.add_argument("--activation", choices=("relu", "tanh"), default="relu")
-    parser.add_argument("--steps", type=int, nargs=2, default=(200, 800), metavar=("LEAST", "MOST"), help="of training")
+    parser.add_argument("--steps", type=int, nargs=2, default=(200, 600), metavar=("LEAST", "MOST"), help="of training")
     parser.add_argument("--test-images", type=int, default=3000, help="that accuracies are measured on")
     parser.set_defaults(run=run)
 

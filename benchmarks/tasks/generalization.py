@@ -30,6 +30,7 @@ def generalization(subset: Subset, augment: int = 0) -> Task:
         metric="Kendall's τ",
         higher_is_better=True,
         systems=systems(subset),
+        prepare=lambda networks: networks.features,
         targets=lambda networks: networks.columns["accuracy"].unsqueeze(1),
         loss=nn.functional.binary_cross_entropy,
         predictions=lambda output, targets: output.flatten(),

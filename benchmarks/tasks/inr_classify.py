@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from benchmarks.data.siren import Siren
 from benchmarks.peers.mlp import Flatten, numbers
 from benchmarks.tasks.task import BuildSystem, Task
 from magep_fast import WeightSpace
@@ -23,6 +24,7 @@ def inr_classify() -> Task:
         metric="accuracy, %",
         higher_is_better=True,
         systems=SYSTEMS,
+        prepare=lambda networks: Siren.of(networks.options).to_unit(networks.features),
         targets=lambda networks: networks.columns["label"],
         loss=nn.functional.cross_entropy,
         predictions=lambda output, targets: output.argmax(-1),

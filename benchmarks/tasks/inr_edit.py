@@ -30,7 +30,7 @@ def inr_edit(change: Change, siren: Siren) -> Task:
     """The task for one variant of SIREN; all images have the size of the targets."""
 
     def errors(output: WeightFeatures, targets: Tensor) -> Tensor:
-        return (siren.render(output, *targets.shape[1:3]) - targets).square().flatten(1).mean(1)
+        return (siren.render(siren.from_unit(output), *targets.shape[1:3]) - targets).square().flatten(1).mean(1)
 
     return Task(
         name="inr-edit",
@@ -38,6 +38,7 @@ def inr_edit(change: Change, siren: Siren) -> Task:
         metric="MSE",
         higher_is_better=False,
         systems=SYSTEMS,
+        prepare=lambda networks: siren.to_unit(networks.features),
         targets=lambda networks: edited(original(networks), change),
         loss=lambda output, targets: errors(output, targets).mean(),
         predictions=errors,
@@ -125,7 +126,7 @@ SYSTEMS: dict[str, BuildSystem] = {
 def unedited(networks: Networks, change: Change) -> float:
     """The error of networks that nothing is done to."""
     task = inr_edit(change, Siren.of(networks.options))
-    return task.score(task.predictions(networks.features, task.targets(networks)), torch.empty(0))
+    return task.score(task.predictions(task.prepare(networks), task.targets(networks)), torch.empty(0))
 
 
 def draw_grid(path: Path, model: nn.Module, networks: Networks, change: Change) -> None:
@@ -135,7 +136,8 @@ def draw_grid(path: Path, model: nn.Module, networks: Networks, change: Change) 
     siren, targets = Siren.of(networks.options), edited(original(networks), change)
     with torch.no_grad():
         model.eval()
-        rows = [siren.render(x, *targets.shape[1:3]) for x in (networks.features, model(networks.features))]
+        changed = siren.from_unit(model(siren.to_unit(networks.features)))
+        rows = [siren.render(x, *targets.shape[1:3]) for x in (networks.features, changed)]
     rows.append(targets)
     figure, axes = plt.subplots(3, len(networks), figsize=(len(networks), 3.3), squeeze=False)
     for label, images, line in zip(("before", "after", "target"), rows, axes, strict=True):

@@ -150,7 +150,7 @@ def dataset(networks: Networks, task: Task, generator: torch.Generator, device: 
     """Networks of a split, augmented if the task says so, on the device."""
     if task.augment is not None:
         networks = task.augment(networks, generator)
-    return Dataset(networks.features, task.targets(networks)).to(device)
+    return Dataset(task.prepare(networks), task.targets(networks)).to(device)
 
 
 def seeded(*numbers: int) -> torch.Generator:

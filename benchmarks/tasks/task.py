@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.data import Networks
-from magep_fast import WeightSpace
+from magep_fast import WeightFeatures, WeightSpace
 
 BuildSystem = Callable[[WeightSpace, dict[str, Any]], nn.Module]
 
@@ -24,6 +24,7 @@ class Task:
         metric: its name, for people.
         higher_is_better: of the metric.
         systems: how to build every model of the task's table, given the space and settings of the model.
+        prepare: networks to what models are given of them.
         targets: of networks, `[N, …]`: what the loss compares with.
         loss: mean over a batch, of the model's output and the targets, in float32.
         predictions: of the model's output and the targets, `[B, …]`: what is gathered from all batches and processes.
@@ -36,6 +37,7 @@ class Task:
     metric: str
     higher_is_better: bool
     systems: dict[str, BuildSystem]
+    prepare: Callable[[Networks], WeightFeatures]
     targets: Callable[[Networks], Tensor]
     loss: Callable[[Any, Tensor], Tensor]
     predictions: Callable[[Any, Tensor], Tensor]
