@@ -37,6 +37,6 @@ def make_classes(networks: WeightFeatures, classes: int = 10) -> Tensor:
 
 
 def read_zoo(folder: Path, activation: str, count: int) -> tuple[WeightFeatures, Tensor]:
-    """The first `count` fully trained networks of a zoo's folder with this activation, and their accuracies `[N, 1]`."""
+    """The first `count` fully trained networks of a zoo with this activation, and their accuracies `[N, 1]`."""
     networks = read_cnn_zoo(folder, activation)[:count]
     return networks.features, networks.columns["accuracy"].unsqueeze(1)

@@ -3,6 +3,7 @@
 import argparse
 import gzip
 import json
+import math
 import pickle
 import struct
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from benchmarks.data import DataError, Source, command, inr, networks, read_images, readers, zoo
 from benchmarks.data.images import Images
-from benchmarks.data.siren import Siren, psnr
+from benchmarks.data.siren import Siren, UnitForm, psnr
 from magep_fast import GroupElement, WeightSpace, from_modules
 from tests.helpers import assert_same
 
@@ -57,7 +58,22 @@ def make_zoo(folder, npz, *options):
 
 
 def make_sirens(folder, npz, *options):
-    make("inr", "--out", folder, "--images", npz, "--count", 48, "--per-shard", 16, "--steps", 30, "--min-psnr", 12, *options)
+    make(
+        "inr",
+        "--out",
+        folder,
+        "--images",
+        npz,
+        "--count",
+        48,
+        "--per-shard",
+        16,
+        "--steps",
+        30,
+        "--min-psnr",
+        12,
+        *options,
+    )
     return folder
 
 
@@ -203,11 +219,14 @@ def test_a_fit_is_gradient_descent_as_autograd_does_it():
 def test_the_unit_form_of_a_siren_is_the_same_image():
     space, siren = WeightSpace((2, 6, 4, 1)), Siren(omega=20.0)
     features = siren.initialise(space, 3, torch.Generator().manual_seed(0)).to(torch.float64)
-    unit = siren.to_unit(features)
-    torch.testing.assert_close(siren.render(siren.from_unit(unit), 4, 5), siren.render(features, 4, 5))
-    assert max(b.abs().max() for b in unit.biases[:2]) <= 3**0.5 + 1e-9
+    form = UnitForm.of(siren, features)
+    unit = form.to(features)
+    torch.testing.assert_close(form.render(unit, 4, 5), siren.render(features, 4, 5))
+    assert max(b.abs().max() for b in form.back(unit).biases[:2]) <= math.pi / 40 + 1e-9
+    sizes = [x.square().mean().mul(x.shape[-1] if x.dim() == 4 else 1).item() for x in unit.tensors()]
+    assert sizes == pytest.approx([1] * 6)
     moved = GroupElement.sample(space, "sign", batch_size=3)
-    assert_same(siren.to_unit(moved @ features), moved @ unit)
+    assert_same(form.to(moved @ features), moved @ unit, 1e-12)
 
 
 def test_a_siren_is_the_same_image_after_sign_flips():

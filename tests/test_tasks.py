@@ -77,7 +77,11 @@ def test_kendall_tau_counts_pairs():
             agree, untied_x, untied_y = agree + a * b, untied_x + (a != 0), untied_y + (b != 0)
         assert kendall_tau(x.float(), y.float()) == pytest.approx(agree / math.sqrt(untied_x * untied_y))
     x = torch.arange(3000.0)
-    assert kendall_tau(x, x.exp2().nan_to_num(posinf=1.0).neg()) < 1 and kendall_tau(x, -x) == -1 and kendall_tau(x, 3 * x) == 1
+    assert (
+        kendall_tau(x, x.exp2().nan_to_num(posinf=1.0).neg()) < 1
+        and kendall_tau(x, -x) == -1
+        and kendall_tau(x, 3 * x) == 1
+    )
     assert kendall_tau(x, torch.full_like(x, torch.nan)) == kendall_tau(x, torch.ones_like(x)) == 0
 
 
@@ -216,7 +220,10 @@ World.leave()
 def test_two_processes_have_the_losses_of_one(tmp_path):
     folder = write_zoo(tmp_path / "data", shards=4)
     root = Path(__file__).parent.parent
-    environment = {k: v for k, v in os.environ.items() if k != "RANK"} | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    environment = {k: v for k, v in os.environ.items() if k != "RANK"} | {
+        "PYTHONPATH": str(root),
+        "OMP_NUM_THREADS": "1",
+    }
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     found = {}

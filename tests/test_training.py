@@ -68,7 +68,9 @@ def write_zoo(folder, networks, activations, steps):
             for name, x in (("bias:0", layer.bias), ("kernel:0", layer.weight.permute(order))):
                 if len(rows) == 0:
                     start = sum(len(part) for part in row)
-                    layout.append((f"sequential/layer_{place}/{name}", start, start + x.numel(), x.numel(), tuple(x.shape)))
+                    layout.append(
+                        (f"sequential/layer_{place}/{name}", start, start + x.numel(), x.numel(), tuple(x.shape))
+                    )
                 row.append(x.detach().flatten().numpy())
         rows.append(numpy.concatenate(row))
     numpy.save(folder / "weights.npy", numpy.stack(rows))

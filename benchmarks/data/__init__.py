@@ -1,4 +1,4 @@
-"""Weight-space data sets: made here (`python -m benchmarks data`), kept in one format, or read from what others have."""
+"""Weight-space data sets: made here (`python -m benchmarks data`) in one format, or read from what others have."""
 
 from benchmarks.data.images import Images, read_images
 from benchmarks.data.networks import DataError, Manifest, Networks, ShardedNetworks, Source

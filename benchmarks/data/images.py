@@ -14,7 +14,10 @@ import numpy
 import torch
 from torch import Tensor
 
-IDX_NAMES = {"train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"), "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")}
+IDX_NAMES = {
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
 CIFAR_FOLDER = "cifar-10-batches-py"
 CIFAR_NAMES = {"train": [f"data_batch_{k}" for k in range(1, 6)], "test": ["test_batch"]}
 PICTURES = (".png", ".jpg", ".jpeg")
@@ -53,7 +56,7 @@ def read_images(path: Path | None) -> Images:
         return _npz(path)
     for folder in (path, *(path / below for below in ("raw", "MNIST/raw", "FashionMNIST/raw"))):
         if any(folder.glob(f"{IDX_NAMES['train'][0]}*")):
-            return _images(path, {split: tuple(map(lambda n, f=folder: _idx(f, n), names)) for split, names in IDX_NAMES.items()})
+            return _images(path, {split: (_idx(folder, x), _idx(folder, y)) for split, (x, y) in IDX_NAMES.items()})
     for folder in (path, path / CIFAR_FOLDER):
         if (folder / "test_batch").exists():
             return _images(path, {split: _cifar(folder, names) for split, names in CIFAR_NAMES.items()})
@@ -76,7 +79,8 @@ def _images(path: Path, splits: dict[str, tuple[Any, ...]]) -> Images:
                 "expected uint8 [N, height, width] or [N, height, width, colours] and as many labels"
             )
         tensors += [x, y]
-    return Images(*tensors, name=path.stem)
+    train, train_labels, test, test_labels = tensors
+    return Images(train, train_labels, test, test_labels, path.stem)
 
 
 def _npz(path: Path) -> Images:
@@ -84,7 +88,9 @@ def _npz(path: Path) -> Images:
         missing = {"x_train", "y_train", "x_test", "y_test"} - set(file.files)
         if missing:
             raise ValueError(f"{path} has no {', '.join(sorted(missing))}; it has {', '.join(file.files)}")
-        return _images(path, {split: (file[f"x_{split}"], file[f"y_{split}"].reshape(-1)) for split in ("train", "test")})
+        return _images(
+            path, {split: (file[f"x_{split}"], file[f"y_{split}"].reshape(-1)) for split in ("train", "test")}
+        )
 
 
 def _idx(folder: Path, name: str) -> numpy.ndarray:
@@ -110,13 +116,15 @@ def _idx(folder: Path, name: str) -> numpy.ndarray:
 class _ArraysOnly(pickle.Unpickler):
     """Reads pickles of dicts, lists and arrays; any other class is refused before it is imported."""
 
-    ALLOWED = {
-        ("numpy", "ndarray"),
-        ("numpy", "dtype"),
-        ("numpy.core.multiarray", "_reconstruct"),
-        ("numpy._core.multiarray", "_reconstruct"),
-        ("_codecs", "encode"),
-    }
+    ALLOWED = frozenset(
+        {
+            ("numpy", "ndarray"),
+            ("numpy", "dtype"),
+            ("numpy.core.multiarray", "_reconstruct"),
+            ("numpy._core.multiarray", "_reconstruct"),
+            ("_codecs", "encode"),
+        }
+    )
 
     def __init__(self, file: BinaryIO, path: Path):
         super().__init__(file, encoding="latin1")
@@ -138,7 +146,8 @@ def _pictures(folder: Path) -> tuple[numpy.ndarray, numpy.ndarray]:
     from PIL import Image
 
     classes = sorted(child for child in folder.iterdir() if child.is_dir())
-    pixels, labels = [], []
+    pixels: list[numpy.ndarray] = []
+    labels: list[int] = []
     for label, child in enumerate(classes):
         for path in sorted(child.iterdir()):
             if path.suffix.lower() in PICTURES:

@@ -2,11 +2,11 @@
 
 A folder with `manifest.json` and `shard-00000.safetensors`, `shard-00001.safetensors`, …
 
-    manifest.json       what all networks have in common: `space` (widths, taps), `activation`, `maker` and its `options`
-                        (seed included), the meaning of every column in `columns`, and how many `shards` there shall be
-    shard-*.safetensors for its n networks `weight_1` … `weight_L` [n, taps_i, n_i, n_(i-1)], `bias_1` … `bias_L` [n, n_i],
-                        float32, and a tensor [n, …] for each column; in its metadata the fingerprint of the manifest and a
-                        checksum of the tensors
+    manifest.json        what all networks have in common: `space` (widths, taps), `activation`, `maker` and its
+                         `options`, seed included, `columns` in words, and how many `shards` there shall be
+    shard-*.safetensors  of n networks `weight_1` … `weight_L` [n, taps_i, n_i, n_(i-1)], `bias_1` … `bias_L` [n, n_i],
+                         float32, and a tensor [n, …] for each column; as metadata the fingerprint of the manifest and
+                         a checksum of the tensors
 
 The column `split` says for every network whether it is for training (0), validation (1) or testing (2).
 Files appear whole or not at all, so whoever makes a data set may be killed at any time and goes on with the shards that
@@ -71,7 +71,9 @@ class Manifest:
         try:
             content = json.loads(path.read_text())
         except FileNotFoundError as error:
-            raise DataError(f"{folder} has no {MANIFEST}; expected a data set made by python -m benchmarks data") from error
+            raise DataError(
+                f"{folder} has no {MANIFEST}; expected a data set made by python -m benchmarks data"
+            ) from error
         except ValueError as error:
             raise DataError(f"{path} is not JSON ({error}); restore it, or make the data set anew elsewhere") from error
         found = content.pop("format", None) if isinstance(content, dict) else None
@@ -196,8 +198,7 @@ class ShardedNetworks:
 
 
 class Source:
-    """The networks of a folder, split by split: in the format of this module, a data set of the Small CNN Zoo, or folders
-    of SIRENs.
+    """The networks of a folder, split by split: in the format of this module, of the CNN Zoo, or SIRENs in folders.
 
     Args:
         activation: the one that is expected; of a zoo, which has several, the one that is chosen.
@@ -270,7 +271,11 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
 def _require_finite(path: Path, tensors: dict[str, Tensor]) -> None:
     for name, x in tensors.items():
         if x.is_floating_point() and not x.isfinite().all():
-            row = int((~x.isfinite()).flatten(1).any(1).nonzero()[0]) if x.dim() > 1 else int((~x.isfinite()).nonzero()[0])
+            row = (
+                int((~x.isfinite()).flatten(1).any(1).nonzero()[0])
+                if x.dim() > 1
+                else int((~x.isfinite()).nonzero()[0])
+            )
             raise DataError(f"{path}: {name} of network {row} holds NaN or infinity; leave such networks out")
 
 

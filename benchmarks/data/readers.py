@@ -84,7 +84,9 @@ def read_sirens(folder: Path) -> Networks:
     """
     files = siren_files(folder)
     if not files:
-        raise FileNotFoundError(f"{folder} has no SIRENs; expected folders <prefix>_<label>s with files …net<index>.pth")
+        raise FileNotFoundError(
+            f"{folder} has no SIRENs; expected folders <prefix>_<label>s with files …net<index>.pth"
+        )
     states = [_load(path) for _, _, path in track(files, f"{folder.name}: SIRENs", transient=True)]
     try:
         features = from_state_dicts(states)

@@ -6,6 +6,7 @@ What differs among the SIRENs people have is in `Siren`: the frequencies, and th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -57,39 +58,55 @@ class Siren:
             h = (omegas[i] * h).sin() if i < len(omegas) else h + self.offset
         return h.unflatten(1, (height, width))
 
-    def to_unit(self, networks: WeightFeatures) -> WeightFeatures:
-        """The same functions in a form that is easier to learn from: phases ω b of hidden neurons in ±π/2, and numbers at
-        the scale that fresh MAGEP layers expect, weights of variance 1/n_(i-1) and biases of variance 1.
+    def reduce_phases(self, networks: WeightFeatures) -> WeightFeatures:
+        """The same functions with phases ω b of hidden neurons in ±π/2.
 
         sin is unchanged if ω b moves by 2π, and turns its sign, which the weights behind it can undo, if by π; a fresh
-        SIREN has phases up to ±ω, many turns apart. The rest is a constant for each tensor. Both go along with every
-        permutation and every sign flip of neurons.
+        SIREN has phases up to ±ω, many turns apart. Goes along with every permutation and sign flip of neurons.
         """
         weights, biases = list(networks.weights), list(networks.biases)
         for i, omega in enumerate(self.omegas(networks.num_layers)):
             turns = (biases[i] * (omega / math.pi)).round()
             biases[i] = biases[i] - turns * (math.pi / omega)
             weights[i + 1] = weights[i + 1] * (1 - 2 * turns.remainder(2)).unsqueeze(2)
-        of_weights, of_biases = self._units(networks)
-        return WeightFeatures(
-            (w * unit for w, unit in zip(weights, of_weights, strict=True)),
-            (b * unit for b, unit in zip(biases, of_biases, strict=True)),
-        )
+        return WeightFeatures(weights, biases)
 
-    def from_unit(self, networks: WeightFeatures) -> WeightFeatures:
-        """Back from the scale of `to_unit`: SIRENs again."""
-        of_weights, of_biases = self._units(networks)
-        return WeightFeatures(
-            (w / unit for w, unit in zip(networks.weights, of_weights, strict=True)),
-            (b / unit for b, unit in zip(networks.biases, of_biases, strict=True)),
-        )
 
-    def _units(self, networks: WeightFeatures) -> tuple[list[float], list[float]]:
-        """One over the deviations that weights (times √n_(i-1)) and biases have at initialisation, phases reduced."""
-        fans = [w.shape[-1] for w in networks.weights]
-        weights = [(3 * fans[0]) ** 0.5, *(self.omega / 2**0.5 for _ in fans[1:])]
-        biases = [omega * 12**0.5 / math.pi for omega in self.omegas(len(fans))]
-        return weights, [*biases, (3 * fans[-1]) ** 0.5]
+@dataclass(frozen=True)
+class UnitForm:
+    """SIRENs in a form that is easier to learn from: phases reduced, and each tensor over a constant, so that weights
+    have variance 1/n_(i-1) and biases variance 1, the scale that fresh MAGEP layers expect.
+
+    Args:
+        constants: one for each tensor, all weights first.
+    """
+
+    siren: Siren
+    constants: tuple[float, ...]
+
+    @staticmethod
+    def of(siren: Siren, typical: WeightFeatures) -> UnitForm:
+        """With the constants that fit these networks."""
+        reduced = siren.reduce_phases(typical)
+        fans = [*(w.shape[-1] for w in reduced.weights), *(1 for _ in reduced.biases)]
+        sizes = [x.square().mean().mul(n).sqrt().item() for x, n in zip(reduced.tensors(), fans, strict=True)]
+        return UnitForm(siren, tuple(size or 1.0 for size in sizes))
+
+    def to(self, networks: WeightFeatures) -> WeightFeatures:
+        return self._times(self.siren.reduce_phases(networks), [1 / c for c in self.constants])
+
+    def back(self, networks: WeightFeatures) -> WeightFeatures:
+        """SIRENs again, that hold the images of the ones in this form."""
+        return self._times(networks, self.constants)
+
+    def render(self, networks: WeightFeatures, height: int, width: int) -> Tensor:
+        """The images that networks in this form hold."""
+        return self.siren.render(self.back(networks), height, width)
+
+    @staticmethod
+    def _times(networks: WeightFeatures, factors: Sequence[float]) -> WeightFeatures:
+        scaled = [x * factor for x, factor in zip(networks.tensors(), factors, strict=True)]
+        return WeightFeatures(scaled[: networks.num_layers], scaled[networks.num_layers :])
 
 
 def coordinates(height: int, width: int) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +45,11 @@ SHARES = (0.7, 0.1, 0.2)
 
 
 class Group:
-    """CNNs that train side by side: weights `[networks·out, in, 3, 3]` for grouped convolutions, dense `[networks, 16, n]`."""
+    """CNNs that train side by side: kernels `[networks, 16, in, 3, 3]`, dense weights `[networks, 16, classes]`."""
 
-    def __init__(self, count: int, colours: int, classes: int, activation: str, scale: Tensor, generator: torch.Generator):
+    def __init__(
+        self, count: int, colours: int, classes: int, activation: str, scale: Tensor, generator: torch.Generator
+    ):
         self.count, self.function = count, FUNCTIONS[activation]
         widths = [colours, *(FILTERS,) * CONVOLUTIONS]
         self.weights = [
@@ -113,11 +114,19 @@ class ZooMaker:
     """Shards of CNNs, all checkpoints of a network in the same one."""
 
     def __init__(
-        self, images: Images, activation: str, count: int, per_shard: int, seed: int, steps: tuple[int, int], test_images: int
+        self,
+        images: Images,
+        activation: str,
+        count: int,
+        per_shard: int,
+        seed: int,
+        steps: tuple[int, int],
+        test_images: int,
     ):
         images = images.grey()
         if min(images.train.shape[1:3]) < SMALLEST:
-            raise ValueError(f"{images.name} has images of {tuple(images.train.shape[1:3])}; expected {SMALLEST} × {SMALLEST} at least")
+            size = tuple(images.train.shape[1:3])
+            raise ValueError(f"{images.name} has images of {size}; expected {SMALLEST} × {SMALLEST} at least")
         pixels = images.train.float() / 255
         mean, deviation = pixels.mean(), pixels.std()
         chosen = _balanced(images.test_labels, test_images)
@@ -163,7 +172,9 @@ class ZooMaker:
             dropped = torch.rand(count, BATCH, FILTERS, generator=generator) < drawn["dropout"][:, None, None]
             dropout = (~dropped).float() / (1 - drawn["dropout"])[:, None, None]
             logits = group.logits(self.train[index].squeeze(2), dropout)
-            losses = nn.functional.cross_entropy(logits.flatten(0, 1), self.train_labels[index.T].flatten(), reduction="sum")
+            losses = nn.functional.cross_entropy(
+                logits.flatten(0, 1), self.train_labels[index.T].flatten(), reduction="sum"
+            )
             gradients = torch.autograd.grad(losses / BATCH, group.parameters)
             optimiser.step(gradients, 0.5 * (1 + math.cos(math.pi * (step - 1) / steps)))
             if step in keep:
@@ -177,7 +188,9 @@ class ZooMaker:
         order = torch.arange(len(keep) * count).view(len(keep), count).T.flatten()  # network by network
         networks = WeightFeatures.cat(features)[order]
         joined = {name: torch.cat(values)[order] for name, values in columns.items()}
-        finite = torch.stack([x.flatten(1).isfinite().all(1) for x in networks.tensors()]).all(0) & joined["loss"].isfinite()
+        finite = (
+            torch.stack([x.flatten(1).isfinite().all(1) for x in networks.tensors()]).all(0) & joined["loss"].isfinite()
+        )
         lost = int((~finite).sum())
         told = f"{lost} checkpoints of networks that diverged are left out" if lost else ""
         return networks[finite], {name: column[finite] for name, column in joined.items()}, told
@@ -211,9 +224,7 @@ class ZooMaker:
         for images, labels in zip(self.test.split(128), self.test_labels.split(128), strict=True):
             logits = group.logits(images.expand(-1, group.count, -1, -1))
             right += (logits.argmax(-1) == labels).sum(-1)
-            losses = nn.functional.cross_entropy(
-                logits.flatten(0, 1), labels.repeat(group.count), reduction="none"
-            )
+            losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels.repeat(group.count), reduction="none")
             loss += losses.view(group.count, -1).sum(-1)
         return right / len(self.test), loss / len(self.test)
 

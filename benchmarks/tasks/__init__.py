@@ -1,1 +1,1 @@
-"""The paper's three tasks end to end: `python -m benchmarks train` runs one, `python -m benchmarks accuracy` all tables."""
+"""The paper's three tasks: `python -m benchmarks train` runs one, `python -m benchmarks accuracy` all tables."""

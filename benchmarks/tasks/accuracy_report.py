@@ -28,7 +28,9 @@ def write(folder: Path, rows: list[Row]) -> None:
     if changed := _of(rows, "inr-edit", "inr"):
         sections.append(_editing(changed))
         if (folder / "dilate.png").exists():
-            sections.append("MAGEP, seed 0, first test networks: before, after, target.\n\n![edited images](dilate.png)")
+            sections.append(
+                "MAGEP, seed 0, first test networks: before, after, target.\n\n![edited images](dilate.png)"
+            )
     sections.append(_all_runs(rows))
     (folder / "accuracy.md").write_text("\n\n".join(sections) + "\n")
 
@@ -36,9 +38,9 @@ def write(folder: Path, rows: list[Row]) -> None:
 def _preface(rows: list[Row]) -> str:
     cpus = ", ".join(sorted({r["cpu"] for r in rows}))
     return (
-        "Written by `python -m benchmarks accuracy` from `runs.csv`, which has every run that was made. Networks are made "
-        f"here, models are small and trained for few steps on {cpus}: the paper's figures, of its own data sets and far "
-        "longer training, stand beside ours for orientation and are not a target of these runs. Mean ± deviation over seeds."
+        "Written by `python -m benchmarks accuracy` from `runs.csv`, which has every run. Networks are made here, "
+        f"models are small and trained for few steps on {cpus}: the paper's figures, of its own data sets and far longer "
+        "training, stand beside ours for orientation. Mean ± deviation over seeds."
     )
 
 

@@ -13,8 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks.data import Source
-from benchmarks.data.siren import Siren
+from benchmarks.data.siren import Siren, UnitForm
 from benchmarks.measure import set_threads
+from benchmarks.peers import SUBSETS
 from benchmarks.report import append_rows, wide_console
 from benchmarks.tasks import paper
 from benchmarks.tasks.configs import CONFIGS, read_config, settings
@@ -27,6 +28,7 @@ from benchmarks.training import keep_freed_memory
 
 Row = dict[str, Any]
 PICTURES = 10
+TYPICAL = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,13 +39,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("inr-edit", "edit the images of SIRENs"),
     ):
         task = tasks.add_parser(name, help=text)
-        task.add_argument("--data", type=Path, required=True, help="made by `data`, a Small CNN Zoo, or folders of SIRENs")
+        task.add_argument(
+            "--data", type=Path, required=True, help="made by `data`, a Small CNN Zoo, or folders of SIRENs"
+        )
         task.add_argument("--model", nargs="+", default=["MAGEP"], help="systems to train (default MAGEP), or `all`")
-        task.add_argument("--config", default="paper", help=f"{', '.join(CONFIGS[name])} or a JSON file (default paper)")
+        task.add_argument(
+            "--config", default="paper", help=f"{', '.join(CONFIGS[name])} or a JSON file (default paper)"
+        )
         task.add_argument("--seeds", type=int, nargs="+", default=[0])
         task.add_argument("--steps", type=int, help="in place of the config's")
         task.add_argument("--learning-rate", type=float, help="in place of the config's")
-        task.add_argument("--out", type=Path, default=Path("runs"), help="a folder per run; a run that is there goes on")
+        task.add_argument(
+            "--out", type=Path, default=Path("runs"), help="a folder per run; a run that is there goes on"
+        )
         task.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
         task.add_argument("--precision", choices=get_args(Precision), help="of autocast (default float32)")
         task.add_argument("--threads", type=int, help="of torch")
@@ -53,17 +61,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             task.add_argument("--augment", type=int, default=0, choices=range(5), help="i: copies scaled by U[1, 10^i]")
             task.epilog = "--model 'MAGEP: <terms>' trains a row of the ablation; `ablation` stands for all of them."
         if name == "inr-edit":
-            task.add_argument("--change", choices=get_args(Change), help="default: dilate grey images, contrast of others")
+            task.add_argument(
+                "--change", choices=get_args(Change), help="default: dilate grey images, contrast of others"
+            )
 
 
 def make_task(arguments: argparse.Namespace, source: Source) -> Task:
     if arguments.task == "generalization":
-        if source.activation not in ("relu", "tanh"):
-            raise ValueError(f"{source.folder} holds {source.activation} networks; generalization is about relu and tanh")
-        return generalization(source.activation, arguments.augment)
+        for subset in SUBSETS:
+            if source.activation == subset:
+                return generalization(subset, arguments.augment)
+        raise ValueError(f"{source.folder} holds {source.activation} networks; generalization is about relu and tanh")
     if source.activation != "sin":
         raise ValueError(f"{source.folder} holds {source.activation} networks; {arguments.task} is about SIRENs")
-    return inr_classify() if arguments.task == "inr-classify" else inr_edit(arguments.change, Siren.of(source.options))
+    form = unit_form(source)
+    return inr_classify(form) if arguments.task == "inr-classify" else inr_edit(arguments.change, form)
+
+
+def unit_form(source: Source) -> UnitForm:
+    """Fitted to the first training networks, which every process reads."""
+    typical = source.read("train", 0, min(TYPICAL, source.count("train"))).features
+    return UnitForm.of(Siren.of(source.options), typical)
 
 
 def paper_figures(task: Task, source: Source, arguments: argparse.Namespace) -> paper.Figures:
@@ -110,7 +128,7 @@ def train(arguments: argparse.Namespace, world: World) -> list[Row]:
                 row = one.train(progress) | {"augment": arguments.augment, "change": arguments.change or ""}
                 if world.rank == 0 and task.name == "inr-edit":
                     networks = source.read("test", 0, min(PICTURES, source.count("test")))
-                    draw_grid(folder / "edited.png", one.model.to("cpu"), networks, arguments.change)
+                    draw_grid(folder / "edited.png", one.model.to("cpu"), networks, arguments.change, unit_form(source))
                 rows.append(row)
                 if world.rank == 0 and not finished:
                     append_rows(arguments.out / "results.csv", [row])
@@ -134,7 +152,9 @@ def chosen_systems(names: list[str], task: Task) -> list[str]:
     chosen = [system for name in names for system in groups.get(name, [name])]
     unknown = [name for name in chosen if name not in task.systems]
     if unknown or not chosen:
-        raise ValueError(f"{task.name} has no model {', '.join(unknown)}; choose of {', '.join([*task.systems, *groups])}")
+        raise ValueError(
+            f"{task.name} has no model {', '.join(unknown)}; choose of {', '.join([*task.systems, *groups])}"
+        )
     return chosen
 
 

@@ -15,9 +15,9 @@ CONFIGS: dict[str, dict[str, Config]] = {
     "generalization": {
         "paper": {"steps": 37_850, "batch_size": 8, "learning_rate": 1e-3, "evaluate_every": 757, "patience": 10},
         "small": {
-            "steps": 1500,
+            "steps": 1000,
             "batch_size": 16,
-            "learning_rate": 1e-3,
+            "learning_rate": 2e-3,
             "schedule": "cosine",
             "warmup": 100,
             "evaluate_every": 250,
@@ -27,12 +27,12 @@ CONFIGS: dict[str, dict[str, Config]] = {
     "inr-classify": {
         "paper": {"steps": 200_000, "batch_size": 32, "learning_rate": 1e-4, "evaluate_every": 3000},
         "small": {
-            "steps": 1200,
+            "steps": 1000,
             "batch_size": 32,
             "learning_rate": 1e-3,
             "schedule": "cosine",
             "warmup": 100,
-            "evaluate_every": 300,
+            "evaluate_every": 250,
             "models": {
                 "NP": {"channels": 32, "fourier": 64, "hidden": 500},
                 "HNP": {"channels": 32, "fourier": 64, "hidden": 500},
@@ -45,12 +45,12 @@ CONFIGS: dict[str, dict[str, Config]] = {
     "inr-edit": {
         "paper": {"steps": 50_000, "batch_size": 32, "learning_rate": 1e-3, "evaluate_every": 1000},
         "small": {
-            "steps": 600,
+            "steps": 300,
             "batch_size": 32,
             "learning_rate": 1e-3,
             "schedule": "cosine",
             "warmup": 50,
-            "evaluate_every": 200,
+            "evaluate_every": 100,
             "models": {
                 "NP": {"np_channels": 32, "fourier": 64},
                 "HNP": {"np_channels": 32, "fourier": 64},
@@ -62,7 +62,7 @@ CONFIGS: dict[str, dict[str, Config]] = {
 }
 """By task and name. `models` has what differs from the paper's sizes, by model; all else are fields of `Settings`.
 
-MAGEP in "small" divides networks by their scale: those that `data zoo` makes have weights from 0.1 to 100 times the usual.
+MAGEP in "small" divides networks by their scale: among those that `data zoo` makes are some of very large weights.
 """
 
 
@@ -79,9 +79,14 @@ def read_config(task: str, name: str) -> Config:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     known_fields = {field.name for field in fields(Settings)} - {"model"} | {"models"}
-    unknown, missing = set(config) - known_fields, {"steps", "batch_size", "learning_rate", "evaluate_every"} - set(config)
+    unknown, missing = (
+        set(config) - known_fields,
+        {"steps", "batch_size", "learning_rate", "evaluate_every"} - set(config),
+    )
     if unknown or missing:
-        raise ValueError(f"{path} has unknown keys {sorted(unknown)}, lacks {sorted(missing)}; known are {sorted(known_fields)}")
+        raise ValueError(
+            f"{path} has unknown keys {sorted(unknown)}, lacks {sorted(missing)}; known are {sorted(known_fields)}"
+        )
     return config
 
 

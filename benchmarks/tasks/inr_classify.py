@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks.data.siren import Siren
+from benchmarks.data.siren import UnitForm
 from benchmarks.peers.mlp import Flatten, numbers
 from benchmarks.tasks.task import BuildSystem, Task
 from magep_fast import WeightSpace
@@ -17,14 +17,14 @@ from magep_fast.permutation import FourierFeatures, PositionEncoding
 CLASSES = 10
 
 
-def inr_classify() -> Task:
+def inr_classify(form: UnitForm) -> Task:
     return Task(
         name="inr-classify",
         activation="sin",
         metric="accuracy, %",
         higher_is_better=True,
         systems=SYSTEMS,
-        prepare=lambda networks: Siren.of(networks.options).to_unit(networks.features),
+        prepare=lambda networks: form.to(networks.features),
         targets=lambda networks: networks.columns["label"],
         loss=nn.functional.cross_entropy,
         predictions=lambda output, targets: output.argmax(-1),
@@ -48,8 +48,9 @@ def _nfn(
     encoders: list[nn.Module] = [FourierFeatures(1, fourier)]
     inputs = fourier
     if kind == "np":
-        encoders.append(PositionEncoding(space))
-        inputs += encoders[-1].channels  # type: ignore[operator]
+        position = PositionEncoding(space)
+        encoders.append(position)
+        inputs += position.channels
     spec = network_spec(space)
     layer = NPLinear if kind == "np" else HNPLinear
     widths = [inputs, *(channels,) * layers]
@@ -81,5 +82,3 @@ SYSTEMS: dict[str, BuildSystem] = {
     "MAGEP-NP": _magep_np,
 }
 """MAGEP-NP is the paper's network for Fashion-MNIST: a MAGEP layer in front of an NP network."""
-
-

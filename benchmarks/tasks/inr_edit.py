@@ -1,5 +1,7 @@
-"""Editing the image that a SIREN holds by changing its weights: mean square error of the edited SIREN's image against the
-edited image, pixels in [0, 1]."""
+"""Editing the image that a SIREN holds by changing its weights.
+
+The metric is the mean square error of the edited SIREN's image against the edited image, pixels in [0, 1].
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.data import Networks
-from benchmarks.data.siren import Siren
+from benchmarks.data.siren import Siren, UnitForm
 from benchmarks.peers.mlp import Flatten, numbers
 from benchmarks.tasks.task import BuildSystem, Task
 from magep_fast import WeightFeatures, WeightSpace
@@ -26,11 +28,11 @@ SIZES = {1: 28, 3: 32}
 CONTRAST = 1.5
 
 
-def inr_edit(change: Change, siren: Siren) -> Task:
-    """The task for one variant of SIREN; all images have the size of the targets."""
+def inr_edit(change: Change, form: UnitForm) -> Task:
+    """The task; models change networks in this form, and all images have the size of the targets."""
 
     def errors(output: WeightFeatures, targets: Tensor) -> Tensor:
-        return (siren.render(siren.from_unit(output), *targets.shape[1:3]) - targets).square().flatten(1).mean(1)
+        return (form.render(output, *targets.shape[1:3]) - targets).square().flatten(1).mean(1)
 
     return Task(
         name="inr-edit",
@@ -38,7 +40,7 @@ def inr_edit(change: Change, siren: Siren) -> Task:
         metric="MSE",
         higher_is_better=False,
         systems=SYSTEMS,
-        prepare=lambda networks: siren.to_unit(networks.features),
+        prepare=lambda networks: form.to(networks.features),
         targets=lambda networks: edited(original(networks), change),
         loss=lambda output, targets: errors(output, targets).mean(),
         predictions=errors,
@@ -104,8 +106,9 @@ def _nfn(
     encoders: list[nn.Module] = [FourierFeatures(1, fourier)]
     inputs = fourier
     if kind == "np":
-        encoders.append(PositionEncoding(space, layers=False))
-        inputs += encoders[-1].channels  # type: ignore[operator]
+        position = PositionEncoding(space, layers=False)
+        encoders.append(position)
+        inputs += position.channels
     spec = network_spec(space)
     layer = NPLinear if kind == "np" else HNPLinear
     widths = [inputs, *(np_channels,) * np_layers]
@@ -125,19 +128,19 @@ SYSTEMS: dict[str, BuildSystem] = {
 
 def unedited(networks: Networks, change: Change) -> float:
     """The error of networks that nothing is done to."""
-    task = inr_edit(change, Siren.of(networks.options))
-    return task.score(task.predictions(task.prepare(networks), task.targets(networks)), torch.empty(0))
+    targets = edited(original(networks), change)
+    shown = Siren.of(networks.options).render(networks.features, *targets.shape[1:3])
+    return float((shown - targets).square().mean())
 
 
-def draw_grid(path: Path, model: nn.Module, networks: Networks, change: Change) -> None:
+def draw_grid(path: Path, model: nn.Module, networks: Networks, change: Change, form: UnitForm) -> None:
     """A PNG of the images that networks hold, that they hold when edited, and that they should hold: a column each."""
     import matplotlib.pyplot as plt
 
-    siren, targets = Siren.of(networks.options), edited(original(networks), change)
+    targets, given = edited(original(networks), change), form.to(networks.features)
     with torch.no_grad():
         model.eval()
-        changed = siren.from_unit(model(siren.to_unit(networks.features)))
-        rows = [siren.render(x, *targets.shape[1:3]) for x in (networks.features, changed)]
+        rows = [form.render(x, *targets.shape[1:3]) for x in (given, model(given))]
     rows.append(targets)
     figure, axes = plt.subplots(3, len(networks), figsize=(len(networks), 3.3), squeeze=False)
     for label, images, line in zip(("before", "after", "target"), rows, axes, strict=True):

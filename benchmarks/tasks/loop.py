@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.data import DataError, Networks, Source
 from benchmarks.data.networks import write_atomically
+from benchmarks.measure import CPU
 from benchmarks.tasks.task import Task
 from benchmarks.training import Dataset
 from magep_fast import WeightFeatures
@@ -75,7 +76,7 @@ class World:
 
     rank: int = 0
     size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
     @staticmethod
     def join(device: str) -> World:
@@ -206,7 +207,9 @@ class Run:
     def identity(self) -> dict[str, Any]:
         """What two runs must have in common for one to go on where the other stopped."""
         about = {"task": self.task.name, "model": self.system, "seed": self.seed, "data": self.source.folder.name}
-        settings = asdict(replace(self.settings, steps=0)) if self.settings.schedule == "constant" else asdict(self.settings)
+        settings = (
+            asdict(replace(self.settings, steps=0)) if self.settings.schedule == "constant" else asdict(self.settings)
+        )
         return about | {"augmented": self.task.augment is not None} | settings
 
     def train(self, progress: Progress) -> dict[str, Any]:
@@ -221,7 +224,9 @@ class Run:
             if state.step % settings.evaluate_every == 0 or state.step == settings.steps:
                 loss = float(self.world.mean(torch.stack(losses).mean()))
                 if not math.isfinite(loss):
-                    raise ArithmeticError(f"{self.system}: the loss is {loss} at step {state.step}; lower the learning rate")
+                    raise ArithmeticError(
+                        f"{self.system}: the loss is {loss} at step {state.step}; lower the learning rate"
+                    )
                 state.seconds += time.perf_counter() - start
                 self._note(loss)
                 losses, start = [], time.perf_counter()
@@ -280,7 +285,7 @@ class Run:
         return self.task.score(self.world.gather(torch.cat(predictions)).cpu(), self.world.gather(data.targets).cpu())
 
     def _own_part(self, split: str) -> Dataset:
-        """What this process evaluates: some of the blocks that augmentation goes by, whatever the number of processes."""
+        """What this process evaluates: some of the blocks that augmentation goes by."""
         count, own = self.source.count(split), LANES // self.world.size
         parts = []
         for block in range(self.world.rank * own, (self.world.rank + 1) * own):
@@ -337,7 +342,9 @@ class Run:
         saved = torch.load(path, map_location=self.world.device, weights_only=True)
         if saved["identity"] != self.identity:
             differing = [k for k, v in self.identity.items() if saved["identity"].get(k) != v]
-            raise ValueError(f"{path} is of another run (other {', '.join(differing)}); give another folder or delete it")
+            raise ValueError(
+                f"{path} is of another run (other {', '.join(differing)}); give another folder or delete it"
+            )
         self.state = State(**saved["state"])
         self.model.load_state_dict(saved["model"])
         self.best_weights = saved["best_weights"]

@@ -108,4 +108,6 @@ EDITING: dict[str, Figures] = {
 def image_set(name: str) -> str:
     """Which of the paper's image sets a data set's name or source means: a key of CLASSIFICATION, or ""."""
     name = name.lower()
-    return next((key for word, key in (("fashion", "fashion"), ("cifar", "cifar10"), ("mnist", "mnist")) if word in name), "")
+    return next(
+        (key for word, key in (("fashion", "fashion"), ("cifar", "cifar10"), ("mnist", "mnist")) if word in name), ""
+    )
