@@ -39,7 +39,7 @@ def _preface(rows: list[Row]) -> str:
     cpus = ", ".join(sorted({r["cpu"] for r in rows}))
     return (
         "Written by `python -m benchmarks accuracy` from `runs.csv`, which has every run. Networks are made here, "
-        f"models are small and trained for few steps on {cpus}: the paper's figures, of its own data sets and far longer "
+        f"models are small and trained for few steps on {cpus}: the paper's figures, of its own data sets and longer "
         "training, stand beside ours for orientation. Mean ± deviation over seeds."
     )
 
