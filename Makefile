@@ -12,7 +12,7 @@ $(BIN)/cmake --build $(1)
 $(BIN)/ctest --test-dir $(1) --output-on-failure
 endef
 
-.PHONY: install test gpu sanitize cuda tables lint format wheel clean
+.PHONY: install test gpu sanitize cuda tables lint format docs wheel clean
 
 install: $(STAMP)
 
@@ -26,7 +26,7 @@ $(VENV)/.requirements: pyproject.toml | $(BIN)/python
 	touch $@
 
 $(STAMP): $(NATIVE) $(VENV)/.requirements
-	PATH="$(CURDIR)/$(BIN):$$PATH" CMAKE_ARGS="-DMAGEP_WERROR=ON" $(BIN)/pip install --quiet --no-build-isolation --editable ".[test,bench,dev,triton]"
+	PATH="$(CURDIR)/$(BIN):$$PATH" CMAKE_ARGS="-DMAGEP_WERROR=ON" $(BIN)/pip install --quiet --no-build-isolation --editable ".[test,bench,dev,triton,docs]"
 	touch $@
 
 # One process per core, each with one thread but where a test sets more: two OpenMP teams on the same cores crawl.
@@ -46,16 +46,23 @@ gpu: $(STAMP)
 sanitize: $(STAMP)
 	$(call RUN_CTEST,build/sanitize,-DMAGEP_SANITIZE=ON)
 
-# The CUDA library for every architecture, warnings as errors. Its kernels need what csrc/cuda/resources.csv says, and it
-# loads, also where there is no CUDA driver.
+# The CUDA library for every architecture, warnings as errors. Its kernels need what csrc/cuda/resources.csv says, it keeps
+# within a size and a time, and a package with it works, also where there is no CUDA driver.
+CUDA_MOST_BYTES := 8000000
+CUDA_MOST_SECONDS := 1800
 cuda: $(STAMP)
 	@command -v nvcc > /dev/null || { echo "make cuda: SKIPPED, nvcc is not installed: the CUDA kernels were not compiled"; exit 0; }; \
-	set -e; \
+	set -e; started=$$(date +%s); \
 	$(BIN)/cmake -S . -B build/cuda -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
 	  -DMAGEP_WITH_CUDA=ON -DMAGEP_WERROR=ON -DCMAKE_CUDA_FLAGS=-Xptxas=-v; \
-	$(BIN)/cmake --build build/cuda --clean-first --target magep_fast_cuda > build/cuda/build.log 2>&1 || { cat build/cuda/build.log; exit 1; }; \
+	$(BIN)/cmake --build build/cuda --clean-first --target magep_fast_cuda _native > build/cuda/build.log 2>&1 || { cat build/cuda/build.log; exit 1; }; \
+	seconds=$$(($$(date +%s) - started)); bytes=$$(wc -c < build/cuda/libmagep_fast_cuda.so); \
+	echo "make cuda: compiled in $$seconds s (at most $(CUDA_MOST_SECONDS)), $$bytes bytes (at most $(CUDA_MOST_BYTES))"; \
 	$(BIN)/python csrc/cuda/resources.py --check build/cuda/build.log; \
-	$(BIN)/python -c "import torch, magep_fast; torch.ops.load_library('build/cuda/libmagep_fast_cuda.so')"
+	rm -rf build/cuda/package; mkdir -p build/cuda/package; cp -r magep_fast build/cuda/package; \
+	cp -r triton_kernels build/cuda/package/magep_fast; cp build/cuda/*.so build/cuda/package/magep_fast; \
+	PYTHONPATH=build/cuda/package $(BIN)/python csrc/cuda/smoke.py; \
+	test $$bytes -le $(CUDA_MOST_BYTES); test $$seconds -le $(CUDA_MOST_SECONDS)
 
 tables: $(STAMP)
 	$(BIN)/python -m benchmarks tables
@@ -71,6 +78,10 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh')
+
+# The site of docs/ in build/site; a broken link or reference is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheel: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m build --wheel --no-isolation --outdir dist .

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import re
 import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
 
 from benchmarks.layers import SHAPES, Shape
@@ -32,6 +35,9 @@ TARGETS: dict[str, tuple[str, int | str, int]] = {
 
 SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10, "gfx942": 64 << 10}
 """Bytes that one block may have."""
+
+RESOURCES = Path(__file__).resolve().parent / "triton_resources.csv"
+REPORT = Path(__file__).resolve().parent.parent / "docs" / "triton_compile.md"
 
 _TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 
@@ -135,8 +141,7 @@ def resources(kernel: Any, target: str) -> tuple[int, int, int]:
         return found["vgpr_count"], found["vgpr_spill_count"], found["sgpr_spill_count"]
     import triton
 
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    tool = tools / "cuobjdump"
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -182,50 +187,79 @@ def markdown(rows: list[Compiled]) -> str:
     lines = [
         "# Triton kernels, compiled",
         "",
-        f"Made by `python -m benchmarks compile --out docs/triton_compile.md`, Triton {triton.__version__}, without a "
-        "GPU. Default configurations at",
-        "the shapes of the benchmarks, no activation. Each cell: registers a thread / KiB of shared memory. Words "
-        "spilled to",
-        "memory follow in brackets where there are any; scalars that AMD's compiler parks in vector registers are "
-        "not counted.",
+        f"The output of `python -m benchmarks compile --write`, Triton {triton.__version__}, without a GPU: default "
+        "configurations at the",
+        "shapes of the benchmarks, no activation. Each cell: registers a thread / KiB of shared memory. Words spilled "
+        "to memory",
+        "follow in brackets where there are any, without the scalars that AMD's compiler parks in vector registers.",
+        "`benchmarks/triton_resources.csv` has the same numbers.",
         "",
         "| shape | dtype | layer | kernel | warps | " + " | ".join(targets) + " |",
         "|---|---|---|---|---|" + "---|" * len(targets),
     ]
+    cells: dict[tuple, dict[str, str]] = {}
+    for row in rows:
+        spilled = f" ({row.spills})" if row.spills else ""
+        line = cells.setdefault((row.shape, row.dtype, row.layer, row.kernel, row.warps), {})
+        line[row.target] = f"{row.registers} / {row.shared / 1024:.0f}{spilled}"
     lines += [
-        f"| {key} | {dtype} | {layer} | `{kernel}` | {warps} | {' | '.join(cells)} |"
-        for (key, dtype, layer, kernel, warps), cells in _cells(rows, targets).items()
+        f"| {key} | {dtype} | {layer} | `{kernel}` | {warps} | {' | '.join(found[target] for target in targets)} |"
+        for (key, dtype, layer, kernel, warps), found in cells.items()
     ]
     return "\n".join(lines) + "\n"
 
 
-def _cells(rows: list[Compiled], targets: list[str]) -> dict[tuple, list[str]]:
-    cells: dict[tuple, list[str]] = {}
-    for row in rows:
-        key = row.shape, row.dtype, row.layer, row.kernel, row.warps
-        line = cells.setdefault(key, [""] * len(targets))
-        spilled = f" ({row.spills})" if row.spills else ""
-        line[targets.index(row.target)] = f"{row.registers} / {row.shared / 1024:.0f}{spilled}"
-    return cells
+def write_resources(rows: list[Compiled]) -> None:
+    with RESOURCES.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(field.name for field in fields(Compiled))
+        writer.writerows(astuple(row) for row in rows)
+
+
+def read_resources() -> list[Compiled]:
+    """The committed table."""
+    with RESOURCES.open(newline="") as file:
+        return [_parse(row) for row in csv.DictReader(file)]
+
+
+def _parse(row: dict[str, str]) -> Compiled:
+    values: list[Any] = [int(row[f.name]) if f.type == "int" else row[f.name] for f in fields(Compiled)]
+    return Compiled(*values)
 
 
 def run(arguments: argparse.Namespace) -> None:
+    if arguments.write and not (arguments.shapes, arguments.targets, arguments.dtypes) == _everything():
+        raise SystemExit("--write makes the whole table: give it without --shapes, --targets and --dtypes")
     dtypes = [getattr(torch, name) for name in arguments.dtypes]
     rows: list[Compiled] = []
-    for some in compile_all(arguments.shapes, arguments.targets, dtypes, arguments.workers):
-        rows += some
-        print(f"{some[0].shape} {some[0].dtype} {some[0].target}: {len(some)} kernels", flush=True)
+    with Progress(console=Console(stderr=True)) as progress:
+        jobs = len(arguments.shapes) * len(dtypes) * len(arguments.targets)
+        task = progress.add_task("compiling", total=jobs)
+        for some in compile_all(arguments.shapes, arguments.targets, dtypes, arguments.workers):
+            rows += some
+            progress.update(task, advance=1, description=f"{some[0].shape} {some[0].dtype} {some[0].target}")
     text = markdown(rows)
-    if arguments.out:
-        arguments.out.write_text(text)
+    if arguments.write:
+        REPORT.write_text(text)
+        write_resources(rows)
     else:
         print(text)
 
 
+def _everything() -> tuple[list[str], list[str], list[str]]:
+    return list(SHAPES), list(TARGETS), ["float32", "bfloat16"]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="which shapes")
-    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS), help="which machines")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="which dtypes")
+    shapes, targets, dtypes = _everything()
+    parser.add_argument("--shapes", nargs="+", choices=shapes, default=shapes, help="which shapes")
+    parser.add_argument("--targets", nargs="+", choices=targets, default=targets, help="which machines")
+    parser.add_argument("--dtypes", nargs="+", default=dtypes, help="which dtypes")
     parser.add_argument("--workers", type=int, default=2, help="processes that compile")
-    parser.add_argument("--out", type=Path, help="a Markdown file; without it the table is printed")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help=f"write {REPORT.name} and {RESOURCES.name} instead of printing the table; stopped and started again it "
+        "goes on where it was, as Triton keeps what it compiled",
+    )
     parser.set_defaults(run=run)

@@ -8,13 +8,11 @@ several blocks read.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.table import Table
-
-from benchmarks.layers import LAYERS, SHAPES
+from benchmarks.layers import Shape
 
 RESOURCES = Path(__file__).resolve().parent.parent / "csrc" / "cuda" / "resources.csv"
 THREADS, TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 256, 32, 64, 16
@@ -34,6 +32,7 @@ class Gpu:
     shared_per_multiprocessor: int
     registers: int = 65536
     threads: int = 2048
+    blocks: int = 32
 
 
 GPUS = (
@@ -117,13 +116,23 @@ def _resources(kernel: str, flags: str, architecture: int) -> tuple[int, int]:
     raise KeyError(f"{RESOURCES.name} has no kernel {kernel} ({flags}) for sm_{architecture}")
 
 
+def occupancy(gpu: Gpu, threads: int, registers: int, shared: int) -> float:
+    """Resident threads of a multiprocessor over the most it can have, for blocks of so many threads."""
+    per_block = _ceil(registers, 8) * 8 * threads  # a warp's registers come in units of 256
+    fitting = min(
+        gpu.registers // per_block,
+        gpu.threads // threads,
+        gpu.shared_per_multiprocessor // (shared + 1024),
+        gpu.blocks,
+    )
+    return fitting * threads / gpu.threads
+
+
 def _launch(gpu: Gpu, kernel: str, flags: str, blocks: int, dynamic: int, read: int, written: int) -> Launch:
     registers, static = _resources(kernel, flags, gpu.architecture)
     shared = static + dynamic
-    per_block = _ceil(registers, 8) * 8 * THREADS  # a warp's registers come in units of 256
-    fitting = min(gpu.registers // per_block, gpu.threads // THREADS, gpu.shared_per_multiprocessor // (shared + 1024))
-    occupancy = fitting * THREADS / gpu.threads
-    return Launch(kernel, blocks, shared, occupancy, NUMBER * read, NUMBER * written)
+    resident = occupancy(gpu, THREADS, registers, shared)
+    return Launch(kernel, blocks, shared, resident, NUMBER * read, NUMBER * written)
 
 
 def forward(gpu: Gpu, widths: Sequence[int], d: int, e: int, batch: int, equivariant: bool) -> list[Launch]:
@@ -190,29 +199,7 @@ def backward(gpu: Gpu, widths: Sequence[int], d: int, e: int, batch: int, equiva
     return launches
 
 
-def counts(widths: Sequence[int], channels: int, batch: int, equivariant: bool) -> list[tuple[str, str, Launch]]:
-    """The GPU, the direction and each launch of a layer with as many channels out as in."""
-    given = (widths, channels, channels, batch, equivariant)
-    return [
-        (gpu.name, direction, launch)
-        for gpu in GPUS
-        for direction, launches in (("forward", forward(gpu, *given)), ("backward", backward(gpu, *given)))
-        for launch in launches
-    ]
-
-
-def tabulate(keys: Iterable[str]) -> Table:
-    """The counts of the benchmarks' shapes of these names."""
-    table = Table(title="CUDA kernels, counted and not measured: float32, no activation")
-    for name in ("shape", "layer", "GPU", "direction", "kernel"):
-        table.add_column(name)
-    for name in ("blocks", "shared KiB", "occupancy", "MB read", "MB written"):
-        table.add_column(name, justify="right")
-    for key in keys:
-        shape = SHAPES[key]
-        for kind in LAYERS:
-            for gpu, direction, x in counts(shape.widths, shape.channels, shape.batch_size, kind == "equivariant"):
-                sizes = (f"{x.shared / 1024:.1f}", f"{x.occupancy:.0%}", f"{x.bytes_read / 1e6:.2f}")
-                row = (key, kind, gpu, direction, x.kernel, str(x.blocks), *sizes, f"{x.bytes_written / 1e6:.2f}")
-                table.add_row(*row)
-    return table
+def counts(kind: str, shape: Shape, gpu: Gpu) -> dict[str, list[Launch]]:
+    """The launches of both passes of a layer with as many channels out as in."""
+    given = (gpu, shape.widths, shape.channels, shape.channels, shape.batch_size, kind == "equivariant")
+    return {"forward": forward(*given), "backward": backward(*given)}

@@ -102,6 +102,7 @@ def measure(
 ) -> list[dict[str, object]]:
     """One row per implementation, the first being the one others are compared with."""
     torch.manual_seed(0)
+    torch.compiler.reset()  # graphs of other shapes count towards dynamo's limit
     features, finish = shape.features(device=device), finisher(device)
     layer = LAYERS[kind](WeightSpace(shape.widths), shape.channels, shape.channels).to(device)
     subjects = [Subject(layer, features, name) for name in implementations]

@@ -8,9 +8,10 @@ which they are numbered. Both pass through the same model of a cache, so that a 
 from __future__ import annotations
 
 import argparse
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,13 @@ ASSUMPTIONS = (
     "Memory traffic is what misses one least-recently-used cache as large as the GPU's last level (A100 and H100 L2, "
     "MI300X Infinity Cache), empty at first; what was written is written back when it leaves, and all of it in the "
     "end. Streams (.cs) leave at once.",
-    "Programs run in the order of their numbers, and those that share data at about the same time.",
+    "Programs run in the order of their numbers, and those that share data at about the same time; all programs of the "
+    "chains advance in step.",
+    "A whole last-level cache for one layer is the favourable case, of which the times are. Beside it: the same with "
+    "half the cache; and cold, where nothing survives from one launch to the next and each moves what it touches once.",
+    "Launches of the GPU kernels: bytes are those that a launch touches at least once (the cold case); occupancy is "
+    "resident threads over the most a multiprocessor can have, by registers and shared memory of "
+    "benchmarks/triton_resources.csv and csrc/cuda/resources.csv.",
 )
 
 
@@ -271,7 +278,7 @@ class TritonCount:
     def matrix(self, what: str, i: int, bar: str = "") -> Part:
         return ("matrix_" + what + bar, i), 4 * self.sizes.matrix(what, i)
 
-    def share(self, what: str, i: int, chunk: int) -> Part:
+    def share(self, what: str, i: int, chunk: int = 0) -> Part:
         splits = self.splits[2 * i - (2 if what == "weight" else 1)]
         return ("share_" + what, i, chunk), 4 * splits * self.sizes.matrix(what, i)
 
@@ -297,20 +304,23 @@ class TritonCount:
         return 2.0 * self.d * (columns + small)
 
     def chain(self, mix: bool) -> Launch:
+        """All programs advance in step, the two chains of a network at the same time: the worst order for a cache."""
         launch = Launch("chain", self.B * self.chain_flops(mix))
-        for b in range(self.B):
-            launch.read(self.psi(mix))
-            for i in self.layers:
+        launch.read(self.psi(mix))
+        for i in self.layers:
+            t = self.L - i
+            for b in range(self.B):
                 launch.read(self.feature("weight", i, b), self.feature("bias", i, b))
                 if i > 1:
                     launch.read(self.A(i - 1, b))
                 launch.write(self.A(i, b))
+                if mix and t > 0:
+                    launch.read(self.feature("weight", t + 1, b), *([self.S(t + 1, b)] if i > 1 else []))
+                    launch.write(self.S(t, b))
+        for b in range(self.B):
             launch.write(self.F(b), *(self.G(i, b) for i in (self.layers if mix else [self.L])))
             if mix:
                 launch.write(self.H(b))
-                for t in reversed(self.hidden):
-                    launch.read(self.feature("weight", t + 1, b))
-                    launch.write(self.S(t, b))
         return launch
 
     def middle_flops(self, i: int, products: float) -> float:
@@ -381,15 +391,16 @@ class TritonCount:
             flops += 2 * d * positions * (rows * slots + products * -(-rows // self.config.r))
         launch = Launch("mix_backward", len(networks) * flops)
         launch.read(self.psi(True))
-        for i in self.hidden:
-            for b in networks:
-                launch.read(self.feature("grad_bias", i, b), self.A(i, b), self.G(i, b))
-            launch.write(self.share("bias", i, chunk), stream=True)
-        for i in (1, self.L):
-            for b in networks:
-                launch.read(self.feature("grad_weight", i, b))
-                launch.read(*((self.A(1, b), self.G(1, b)) if i == 1 else (self.S(i - 1, b), self.H(b))))
-            launch.write(self.share("weight", i, chunk), stream=True)
+        if chunk == len(self.chunks) - 1:  # of all networks at once: the matrices of the edges are larger than the data
+            for i in self.hidden:
+                for b in range(self.B):
+                    launch.read(self.feature("grad_bias", i, b), self.A(i, b), self.G(i, b))
+                launch.write(self.share("bias", i), stream=True)
+            for i in (1, self.L):
+                for b in range(self.B):
+                    launch.read(self.feature("grad_weight", i, b))
+                    launch.read(*((self.A(1, b), self.G(1, b)) if i == 1 else (self.S(i - 1, b), self.H(b))))
+                launch.write(self.share("weight", i), stream=True)
         for b in networks:
             self.read_edges(launch, b)
             launch.read(*(self.feature("grad_weight", i, b) for i in (1, self.L)))
@@ -409,26 +420,29 @@ class TritonCount:
         return launch
 
     def chain_backward(self, mix: bool, networks: range) -> Launch:
+        """In step, as the chains."""
         launch = Launch("chain_backward", 2 * len(networks) * self.chain_flops(mix))
+        launch.read(self.psi(mix))
         for b in networks:
-            launch.read(self.psi(mix), self.F(b, "_bar"), self.A(self.L, b), self.G(self.L, b))
+            launch.read(self.F(b, "_bar"), self.A(self.L, b), self.G(self.L, b))
             launch.write(self.G(self.L, b, "_bar"), self.A(self.L, b, "_bar"))
             if mix:
                 launch.read(self.H(b, "_bar"), *(self.G(i, b, "_bar") for i in self.hidden))
                 for i in self.middle:
                     launch.read(self.A(i, b), self.U_bar(i, b))
-            for i in range(self.L, 1, -1):
-                launch.read(self.feature("weight", i, b))
+        for i in range(self.L, 1, -1):
+            t = self.L - i + 1
+            for b in networks:
+                launch.read(self.A(i, b, "_bar"), self.feature("weight", i, b))
                 if mix:
                     launch.read(self.A(i - 1, b, "_bar"))
                 launch.write(self.A(i - 1, b, "_bar"))
+                if mix and t < self.L - 1:
+                    launch.read(self.S(t, b), self.g_bar(t, b), self.S(t, b, "_bar"), self.S(t + 1, b, "_bar"))
+                    launch.read(self.feature("weight", t + 1, b))
+                    launch.write(self.S(t, b, "_bar"), self.S(t + 1, b, "_bar"))
+        for b in networks:
             launch.write(*(self.feature("bias_bar", i, b) for i in self.layers), self.feature("weight_bar", 1, b))
-            if mix:
-                for i in self.middle:
-                    launch.read(self.S(i - 1, b), self.g_bar(i - 1, b), self.S(i - 1, b, "_bar"))
-                    launch.read(self.feature("weight", i, b), stream=True)
-                    launch.read(self.S(i, b, "_bar"))
-                    launch.write(self.S(i - 1, b, "_bar"), self.S(i, b, "_bar"))
             launch.write((("share_psi", b), 4 * self.sizes.psi(mix)))
         return launch
 
@@ -456,7 +470,7 @@ class TritonCount:
         launch = Launch("sum", float(self.B * self.sizes.psi(mix)))
         names = [(name, i) for i in self.layers for name in ("weight", "bias")][:-1] if mix else []
         for name, i in names:
-            for chunk in range(len(self.chunks)):
+            for chunk in range(len(self.chunks) if name == "weight" and i in self.middle else 1):
                 launch.read(self.share(name, i, chunk))
                 launch.flops += self.share(name, i, chunk)[1] / 4
             launch.write(self.matrix(name, i, "_bar"))
@@ -471,6 +485,54 @@ COUNTS: dict[str, Callable[[str, Shape], dict[str, list[Launch]]]] = {
 """Backends by name: (kind of layer, shape) to the launches of "forward" and of "both" passes. A backend joins here."""
 
 
+def triton_counts(kind: str, key: str, gpu: cuda_model.Gpu) -> dict[str, list[cuda_model.Launch]]:
+    """The launches of both passes at one of the benchmarks' shapes, in the terms of the CUDA kernels' model: bytes are
+    those that a launch touches at least once."""
+    from benchmarks.compile import layer_launches, read_resources
+
+    compiled = {
+        row.kernel: row
+        for row in read_resources()
+        if (row.target, row.shape, row.dtype, row.layer) == (f"sm_{gpu.architecture}", key, "float32", kind)
+    }
+    counted, made = COUNTS["triton"](kind, SHAPES[key])["both"], layer_launches(kind, SHAPES[key], torch.float32)
+    found: dict[str, list[cuda_model.Launch]] = {}
+    for direction, launches in made.items():
+        found[direction] = []
+        for launch in launches:
+            count, row = counted.pop(0), compiled[launch.kernel.__name__]
+            touched = [
+                sum({what: size for what, size, is_written, _ in count.accesses if is_written == written}.values())
+                for written in (False, True)
+            ]
+            resident = cuda_model.occupancy(gpu, 32 * row.warps, row.registers, row.shared)
+            found[direction].append(
+                cuda_model.Launch(count.name, math.prod(launch.grid), row.shared, resident, *touched)
+            )
+    return found
+
+
+def launch_table(keys: Iterable[str]) -> Table:
+    """Every launch of both GPU backends, side by side."""
+    table = Table(title="Launches of the GPU kernels, counted and not measured: float32, no activation")
+    for name in ("shape", "layer", "GPU", "direction", "backend", "kernel"):
+        table.add_column(name)
+    for name in ("blocks", "shared KiB", "occupancy", "MB read", "MB written"):
+        table.add_column(name, justify="right")
+    for key in keys:
+        for kind in LAYERS:
+            for gpu in cuda_model.GPUS:
+                counted = {"triton": triton_counts(kind, key, gpu), "cuda": cuda_model.counts(kind, SHAPES[key], gpu)}
+                for direction in ("forward", "backward"):
+                    for backend, passes in counted.items():
+                        for x in passes[direction]:
+                            sizes = (f"{x.shared / 1024:.1f}", f"{x.occupancy:.0%}", f"{x.bytes_read / 1e6:.2f}")
+                            where = (key, kind, gpu.name, direction, backend, x.kernel, str(x.blocks))
+                            table.add_row(*where, *sizes, f"{x.bytes_written / 1e6:.2f}")
+                    table.add_section()
+    return table
+
+
 def rows(kind: str, key: str) -> list[dict[str, object]]:
     """One row per implementation, pass and GPU."""
     shape = SHAPES[key]
@@ -482,6 +544,8 @@ def rows(kind: str, key: str) -> list[dict[str, object]]:
             base = predict(counted["reference"][which], gpu)
             for name, passes in counted.items():
                 result = predict(passes[which], gpu)
+                half = predict(passes[which], replace(gpu, cache=gpu.cache // 2))
+                cold = sum(predict([launch], replace(gpu, cache=1 << 60)).traffic for launch in passes[which])
                 found.append(
                     {
                         "layer": kind,
@@ -493,6 +557,8 @@ def rows(kind: str, key: str) -> list[dict[str, object]]:
                         "gflop": round(result.flops / 1e9, 3),
                         "mb": round(result.traffic / 1e6, 2),
                         "times_least_traffic": round(result.traffic / least[which], 3),
+                        "times_least_half_cache": round(half.traffic / least[which], 3),
+                        "times_least_cold": round(cold / least[which], 3),
                         "modelled_us": round(result.seconds * 1e6, 1),
                         "modelled_speed_up": round(base.seconds / result.seconds, 2),
                     }
@@ -505,7 +571,8 @@ def run(arguments: argparse.Namespace) -> None:
     table = Table(title="Modelled, not measured: one layer, float32")
     for column in ("layer", "shape", "pass", "GPU", "implementation"):
         table.add_column(column)
-    for column in ("launches", "GFLOP", "MB moved", "× least traffic", "modelled µs", "modelled speed-up"):
+    numbers = ("launches", "GFLOP", "MB moved", "× least traffic", "half cache", "cold", "modelled µs", "speed-up")
+    for column in numbers:
         table.add_column(column, justify="right")
     everything: list[dict[str, object]] = []
     for kind in LAYERS:
@@ -515,8 +582,8 @@ def run(arguments: argparse.Namespace) -> None:
             for k, row in enumerate(some):
                 table.add_row(*(str(x) for x in row.values()), end_section=k == len(some) - 1)
     console.print(table)
+    console.print(launch_table(arguments.shapes))
     console.print("\n".join(f"- {line}" for line in ASSUMPTIONS))
-    console.print(cuda_model.tabulate(arguments.shapes))
     if arguments.out:
         append_rows(arguments.out / "model.csv", everything)
 

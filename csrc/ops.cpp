@@ -5,19 +5,29 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <string>
 #include <vector>
 
+#include "arguments.h"
 #include "cpu/kernels.h"
 #include "cpu/storage_types.h"
 
 namespace {
 
 using magep::Activation;
+using magep::feature_shapes;
+using magep::item;
 using magep::LinearShape;
+using magep::matrix_shapes;
+using magep::rows_of;
+using magep::ScalarType;
 using magep::Shape;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+using magep::Sizes;
+using magep::Tensor;
 
 const magep::Parallel& torch_threads() {
   static thread_local magep::Parallel parallel;
@@ -46,26 +56,9 @@ auto with_types(ScalarType dtype, const char* op, Body&& body) {
   return body(float{}, float{});
 }
 
-void check(const Tensor& x, const char* op, const std::string& name, const std::vector<int64_t>& shape,
-           ScalarType dtype) {
-  bool right = x.is_cpu() && x.scalar_type() == dtype && x.dim() == static_cast<int64_t>(shape.size());
-  for (size_t k = 0; right && k < shape.size(); ++k) right = x.size(static_cast<int64_t>(k)) == shape[k];
-  if (right) return;
-  const auto list = [](int64_t rank, auto&& at) {
-    std::string text = "[";
-    for (int64_t k = 0; k < rank; ++k) text += (k ? ", " : "") + std::to_string(at(k));
-    return text + "]";
-  };
-  STD_TORCH_CHECK(false, op, ": ", name, " must be a CPU tensor of shape ",
-                  list(static_cast<int64_t>(shape.size()), [&](int64_t k) { return shape[k]; }), " and dtype ",
-                  torch::headeronly::toString(dtype), "; found shape ",
-                  list(x.dim(), [&](int64_t k) { return x.size(k); }), " and dtype ",
-                  torch::headeronly::toString(x.scalar_type()), x.is_cpu() ? "" : " on another device");
+void check(const Tensor& x, const char* op, const std::string& name, const Sizes& shape, ScalarType dtype) {
+  magep::check(x, x.is_cpu(), "CPU", op, name, shape, dtype);
 }
-
-std::string item(const char* name, size_t k) { return std::string(name) + "[" + std::to_string(k) + "]"; }
-
-using Sizes = std::vector<int64_t>;
 
 // Tensors made contiguous, with their pointers.
 template <typename X>
@@ -83,6 +76,19 @@ struct Pointers {
   X* const* get() const { return data.data(); }
 };
 
+// Pages of a large new tensor are wanted 2 MiB at a time: written for the first time, each costs the system a fault,
+// which with 4 KiB pages takes longer than the arithmetic.
+void prefer_huge_pages(void* data, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kHuge = 2 << 20;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHuge - 1) / kHuge * kHuge;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / kHuge * kHuge;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice: it may be ignored
+#else
+  (void)data, (void)bytes;
+#endif
+}
+
 // New tensors appended to `results`, and their pointers.
 template <typename X>
 std::vector<X*> allocate(std::vector<Tensor>& results, const Tensor& like, const std::vector<Sizes>& shapes,
@@ -91,19 +97,9 @@ std::vector<X*> allocate(std::vector<Tensor>& results, const Tensor& like, const
   for (const Sizes& shape : shapes) {
     results.push_back(torch::stable::new_empty(like, shape, dtype));
     data.push_back(static_cast<X*>(results.back().mutable_data_ptr()));
+    prefer_huge_pages(data.back(), results.back().numel() * static_cast<int64_t>(sizeof(X)));
   }
   return data;
-}
-
-// Weights [B, channels_i, n_i, n_(i-1)], then biases [B, bias_channels, n_i].
-std::vector<Sizes> feature_shapes(int64_t B, const Sizes& channels, int64_t bias_channels, const Sizes& n) {
-  std::vector<Sizes> shapes;
-  for (size_t i = 1; i < n.size(); ++i) shapes.push_back({B, channels[i - 1], n[i], n[i - 1]});
-  for (size_t i = 1; i < n.size(); ++i) shapes.push_back({B, bias_channels, n[i]});
-  return shapes;
-}
-std::vector<Sizes> feature_shapes(const Shape& s, int64_t channels) {
-  return feature_shapes(s.B, Sizes(s.L(), channels), channels, s.n);
 }
 
 template <typename X>
@@ -144,17 +140,8 @@ Pointers<const T> parameters(const std::vector<Tensor>& tensors, const char* op,
   return pointers;
 }
 
-// Gradients of parameters, from the type of computation to that of the parameters; zero for an empty batch.
-void finish_gradients(std::vector<Tensor>& results, size_t first, int64_t B, ScalarType dtype) {
-  for (size_t k = first; k < results.size(); ++k) {
-    if (B == 0) torch::stable::zero_(results[k]);
-    if (results[k].scalar_type() != dtype) results[k] = torch::stable::to(results[k], dtype);
-  }
-}
-
 Activation activation_of(const char* op, int64_t code) {
-  STD_TORCH_CHECK(0 <= code && code <= static_cast<int64_t>(Activation::sin), op,
-                  ": activation must be 0 (none), 1 (relu), 2 (tanh) or 3 (sin); found ", code);
+  magep::check_activation(op, code);
   return static_cast<Activation>(code);
 }
 
@@ -196,19 +183,12 @@ struct LayerGradients {
 
 Shape shape_of(const char* op, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
                int64_t out_channels, size_t fewest = 2) {
-  STD_TORCH_CHECK(weights.size() >= fewest && weights.size() == biases.size(), op,
-                  ": expected as many weights as biases, at least ", fewest, " of each");
-  STD_TORCH_CHECK(weights[0].dim() == 4, op, ": weights[0] must have rank 4");
-  Shape s{weights[0].size(0), weights[0].size(1), out_channels, {weights[0].size(3)}};
-  const auto dtype = weights[0].scalar_type();
+  const Shape s = magep::claimed_shape(op, weights, biases, out_channels, fewest);
+  const auto shapes = feature_shapes(s, s.d);
   for (size_t i = 0; i < weights.size(); ++i) {
-    STD_TORCH_CHECK(weights[i].dim() == 4, op, ": weights[", i, "] must have rank 4; found ", weights[i].dim());
-    s.n.push_back(weights[i].size(2));
-    check(weights[i], op, item("weights", i), {s.B, s.d, s.n[i + 1], s.n[i]}, dtype);
-    check(biases[i], op, item("biases", i), {s.B, s.d, s.n[i + 1]}, dtype);
+    check(weights[i], op, item("weights", i), shapes[i], weights[0].scalar_type());
+    check(biases[i], op, item("biases", i), shapes[weights.size() + i], weights[0].scalar_type());
   }
-  for (int64_t n : s.n) STD_TORCH_CHECK(n >= 1, op, ": every width must be at least 1");
-  STD_TORCH_CHECK(s.d >= 1 && s.e >= 1, op, ": expected at least one channel in and out; found ", s.d, " and ", s.e);
   return s;
 }
 
@@ -218,32 +198,6 @@ Shape with_sharing(Shape s, const std::vector<Tensor>& matrices) {
   if (matrices.empty() || matrices.back().dim() != 2 || matrices.back().size(1) != s.readout_columns())
     s.share_Wb = false;
   return s;
-}
-
-std::vector<Sizes> matrix_shapes(const Shape& s) {
-  std::vector<Sizes> shapes;
-  for (int64_t i = 1; i <= s.L(); ++i) {
-    if (i == s.L()) {
-      shapes.push_back({s.e * s.n_L(), 3 * s.n_L() * s.d});
-      shapes.push_back({s.e * s.n_L(), s.readout_columns()});
-    } else {
-      shapes.push_back(i == 1 ? Sizes{s.e * s.n_0(), s.hidden_columns(1)} : Sizes{s.e, 3 * s.d});
-      shapes.push_back({s.e, s.hidden_columns(i)});
-    }
-  }
-  return shapes;
-}
-
-Sizes psi_shape(const Shape& s, bool equivariant) {
-  return {equivariant ? s.num_pairs() : s.L(), s.n_0() + 1, s.n_L(), s.d};
-}
-
-// Shapes of the results of chain: A_1 ... A_L, S_1 ... S_(L-1).
-std::vector<Sizes> chain_shapes(const Shape& s) {
-  std::vector<Sizes> shapes;
-  for (int64_t i = 1; i <= s.L(); ++i) shapes.push_back({s.B, s.d, s.n[i], s.columns(i) - 1});
-  for (int64_t t = 1; t < s.L(); ++t) shapes.push_back({s.B, s.d, s.n_L(), s.n[t]});
-  return shapes;
 }
 
 // -> A_1 ... A_L, S_1 ... S_(L-1)
@@ -334,7 +288,7 @@ std::vector<Tensor> equivariant_backward(std::vector<Tensor> grads, std::vector<
       magep::kernels().of<S, T>().equivariant_backward(
           s, bars.get(), x.get(), x.get() + s.L(), phi.get(), connections.data[0], kept.data[0], x_bar.data(),
           x_bar.data() + s.L(), phi_bar.data(), psi_bar[0], torch_threads());
-    finish_gradients(results, x_bar.size(), s.B, dtype);
+    magep::finish_gradients(results, x_bar.size(), s.B, dtype);
     return results;
   });
 }
@@ -434,7 +388,7 @@ std::vector<Tensor> linear_backward(std::vector<Tensor> grads, std::vector<Tenso
       magep::kernels().of<S, T>().linear_backward(
           s, bars.get(), x.get(), x.get() + s.L(), phi.get(), inputs ? x_bar.data() : nullptr,
           inputs ? x_bar.data() + s.L() : nullptr, phi_bar.data(), torch_threads());
-    finish_gradients(results, x_bar.size(), s.B, dtype);
+    magep::finish_gradients(results, x_bar.size(), s.B, dtype);
     return results;
   });
 }
@@ -457,11 +411,6 @@ void gather_psi(const Shape& s, const T* all, T* psi) {
   std::copy(traces, traces + (s.L() - 1) * size, psi + size);
 }
 
-int64_t rows_of(const char* op, const Tensor& matrix) {
-  STD_TORCH_CHECK(matrix.dim() == 2, op, ": matrix must have rank 2; found ", matrix.dim());
-  return matrix.size(0);
-}
-
 // -> out, saved
 std::vector<Tensor> invariant(std::vector<Tensor> weights, std::vector<Tensor> biases, Tensor matrix, Tensor psi) {
   const char* op = "magep_fast::invariant";
@@ -470,7 +419,7 @@ std::vector<Tensor> invariant(std::vector<Tensor> weights, std::vector<Tensor> b
   return with_types(dtype, op, [&](auto storage, auto compute) {
     using S = decltype(storage);
     using T = decltype(compute);
-    const auto phi = parameters<T>({matrix}, op, "matrix", {{s.e, s.readout_columns()}}, dtype);
+    const auto phi = parameters<T>({matrix}, op, "matrix", matrix_shapes(s, false), dtype);
     const auto connections = parameters<T>({psi}, op, "psi", {psi_shape(s, false)}, dtype);
     const auto x = features<S>(weights, biases);
     std::vector<Tensor> results;
@@ -495,14 +444,14 @@ std::vector<Tensor> invariant_backward(Tensor grad, std::vector<Tensor> weights,
     using S = decltype(storage);
     using T = decltype(compute);
     const auto bar = checked<S>({grad}, op, "grad", {{s.B, s.e}}, dtype);
-    const auto phi = parameters<T>({matrix}, op, "matrix", {{s.e, s.readout_columns()}}, dtype);
+    const auto phi = parameters<T>({matrix}, op, "matrix", matrix_shapes(s, false), dtype);
     const auto connections = parameters<T>({psi}, op, "psi", {psi_shape(s, false)}, dtype);
     const auto kept =
         checked<T>({saved}, op, "saved", {{s.B, magep::saved_size(s, magep::Operation::invariant)}}, scalar_type<T>());
     const auto x = features<S>(weights, biases);
     std::vector<Tensor> results;
     const auto x_bar = allocate<S>(results, weights[0], feature_shapes(s, s.d), dtype);
-    const auto phi_bar = allocate<T>(results, weights[0], {{s.e, s.readout_columns()}}, scalar_type<T>());
+    const auto phi_bar = allocate<T>(results, weights[0], matrix_shapes(s, false), scalar_type<T>());
     const auto psi_bar = allocate<T>(results, weights[0], {psi_shape(s, false)}, scalar_type<T>());
     if (s.B > 0) {
       std::vector<T> all_bar(s.psi_size());
@@ -511,7 +460,7 @@ std::vector<Tensor> invariant_backward(Tensor grad, std::vector<Tensor> weights,
           kept.data[0], x_bar.data(), x_bar.data() + s.L(), phi_bar[0], all_bar.data(), torch_threads());
       gather_psi(s, all_bar.data(), psi_bar[0]);
     }
-    finish_gradients(results, x_bar.size(), s.B, dtype);
+    magep::finish_gradients(results, x_bar.size(), s.B, dtype);
     return results;
   });
 }

@@ -18,7 +18,9 @@ from magep_fast.convert import (
 )
 from magep_fast.layers import Activation, MagepEquivariant, MagepInvariant, MonomialEquivariant, check_activation
 from magep_fast.ops.backends import available_backends, use_backend
+from magep_fast.ragged import BucketSampler, NetworkDataset, RaggedBatch, bucket, collate, collate_fn
 from magep_fast.spaces import WeightFeatures, WeightSpace
+from magep_fast.swap import accelerate, load_authors_state_dict, to_authors_state_dict
 from magep_fast.symmetry import GroupElement
 from magep_fast.terms import ABLATION
 
@@ -30,20 +32,29 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 __all__ = [
     "ABLATION",
     "Activation",
+    "BucketSampler",
     "GroupElement",
     "MagepEquivariant",
     "MagepInvariant",
     "MonomialEquivariant",
+    "NetworkDataset",
+    "RaggedBatch",
     "WeightFeatures",
     "WeightSpace",
+    "accelerate",
     "available_backends",
+    "bucket",
     "check_activation",
+    "collate",
+    "collate_fn",
     "from_dwsnets",
     "from_modules",
     "from_nfn",
     "from_safetensors",
     "from_state_dicts",
     "from_zoo_rows",
+    "load_authors_state_dict",
+    "to_authors_state_dict",
     "to_dwsnets",
     "to_modules",
     "to_nfn",

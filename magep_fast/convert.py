@@ -193,7 +193,8 @@ def to_nfn(features: WeightFeatures, like: Any, kernels: Sequence[Sequence[int]]
     if len(kernels) != features.num_layers:
         raise ValueError(f"kernels must list one shape per layer ({features.num_layers}); found {list(kernels)}")
     weights = []
-    for i, (w, kernel, taps) in enumerate(zip(features.weights, kernels, features.space.taps, strict=True), start=1):
+    for i, (w, kernel) in enumerate(zip(features.weights, kernels, strict=True), start=1):
+        taps = w.shape[1] // features.channels
         if prod(kernel) != taps:
             raise ValueError(
                 f"layer {i} has {taps} weights per connection; kernels of shape {tuple(kernel)} have {prod(kernel)}. "
@@ -463,7 +464,8 @@ def _each(what: str, networks: Sequence[Any], read: Callable[[Any], list[Chained
         try:
             found.append(read(network))
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{what} {number}: {error}") from error
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{what} {number}: {error}") from error
     return found
 
 

@@ -35,6 +35,7 @@ class _PolynomialLayer(nn.Module):
         self.table = table
         self.init = init
         self.backend = check_backend(backend)
+        self._accepted: list[object] | None = None  # the signature of the last features that were checked
         for output in table.outputs:
             self.register_parameter(output.name, nn.Parameter(torch.empty(output.shape, device=device, dtype=dtype)))
         if table.pairs:
@@ -61,6 +62,27 @@ class _PolynomialLayer(nn.Module):
         return self.table.outputs[index].coefficient(self._matrices()[index], term)
 
     def _check(self, features: WeightFeatures) -> None:
+        """Raises unless the layer can take the features; those shaped as at the call before are known to be good."""
+        if torch.compiler.is_compiling():
+            return self._check_all(features)
+        signature = self._signature(features)
+        if signature is None or signature != self._accepted:
+            self._check_all(features)
+            self._accepted = signature
+
+    def _signature(self, features: WeightFeatures) -> list[object] | None:
+        """All that `_check_all` looks at, or None for features that are none."""
+        if not isinstance(features, WeightFeatures):
+            return None
+        first = getattr(self, self.table.outputs[0].name)
+        tensors = [first, *features.weights, *features.biases]
+        return [
+            len(features.weights),
+            autocast_dtype(features),
+            *((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in tensors),
+        ]
+
+    def _check_all(self, features: WeightFeatures) -> None:
         if not isinstance(features, WeightFeatures):
             raise TypeError(f"{type(self).__name__} takes WeightFeatures; found {type(features).__name__}")
         features.check(self.table.space, self.table.in_channels)
@@ -142,6 +164,7 @@ class MagepEquivariant(_PolynomialLayer):
         return self._coefficient(self.table.output_index(f"{output}_{layer}"), term)
 
     def forward(self, features: WeightFeatures) -> WeightFeatures:
+        """Weights `[B, d·taps_i, n_i, n_(i-1)]` and biases `[B, d, n_i]` in, the same with e channels out."""
         self._check(features)
         return ops.equivariant(self.table, features, self._matrices(), self.psi, self.activation, self.backend)
 
@@ -210,6 +233,7 @@ class MagepInvariant(_PolynomialLayer):
         return self._coefficient(0, term)
 
     def forward(self, features: WeightFeatures) -> Tensor:
+        """Weights `[B, d, n_i, n_(i-1)]` and biases `[B, d, n_i]` in, `[B, out_features]` out."""
         self._check(features)
         return ops.invariant(self.table, features, self._matrices()[0], self.psi, self.backend)
 

@@ -371,3 +371,4 @@ class WeightFeatures:
 
 
 register_dataclass(WeightFeatures, serialized_type_name="magep_fast.WeightFeatures")
+torch.serialization.add_safe_globals([WeightFeatures])  # torch.load with weights_only reads saved features

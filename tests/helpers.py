@@ -4,7 +4,7 @@ import torch
 from hypothesis import strategies as st
 
 from benchmarks.layers import backends_on
-from magep_fast import MagepInvariant, MonomialEquivariant, WeightFeatures, WeightSpace
+from magep_fast import MagepInvariant, MonomialEquivariant, WeightFeatures, WeightSpace, use_backend
 from magep_fast.terms import NAMES
 
 BACKENDS = tuple(backends_on(torch.device("cpu")))
@@ -43,6 +43,22 @@ def gradients(layer, features):
     for x in tensors_of(output):
         loss = loss + (x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape)).sum()
     return output, torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+
+
+def assert_second_derivatives_are_those_of_torch_ops(layer, features, tolerance):
+    features = features.map(lambda x: x.requires_grad_())
+    inputs = (*features.tensors(), *layer.parameters())
+
+    def second():
+        loss = sum(x.square().sum() for x in tensors_of(layer(features)))
+        first = torch.autograd.grad(loss, inputs, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), inputs)
+
+    found = second()
+    with use_backend("torch"):
+        expected = second()
+    for x, y in zip(found, expected, strict=True):
+        assert_same(x, y, tolerance)
 
 
 @dataclass(frozen=True)

@@ -445,3 +445,9 @@ def test_fuzzed_state_dicts_are_converted_or_refused(changes, from_scratch):
     (found,) = to_state_dicts(features, state)
     assert list(found) == list(state)
     assert_same(from_state_dicts(found), features)
+
+
+def test_a_huge_state_dict_is_an_error_of_memory():
+    state = {"0.weight": torch.zeros(1).expand(2**22, 2**22)}  # 64 TiB
+    with pytest.raises(RuntimeError, match=r"allocate|memory"):
+        from_state_dicts(state)

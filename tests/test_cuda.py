@@ -7,6 +7,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def gpu_backends(monkeypatch):
 
 
 def chosen(size, device=GPU):
-    return choose_backend("auto", device, torch.float32, size).name
+    return choose_backend("auto", device, torch.float32, SimpleNamespace(numbers_per_network=size)).name
 
 
 def test_small_networks_go_to_cuda_and_large_ones_to_triton(gpu_backends):
@@ -184,17 +185,12 @@ def test_another_number_of_registers_is_a_difference(nvcc, count):
     assert module.differences(table) == [] and len(module.differences(other)) == count
 
 
-def counted(gpu, shape, kind):
-    given = (gpu, shape.widths, shape.channels, shape.channels, shape.batch_size, kind == "equivariant")
-    return cuda_model.forward(*given), cuda_model.backward(*given)
-
-
 @pytest.mark.parametrize("gpu", cuda_model.GPUS, ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize("kind", ["equivariant", "invariant"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_model_counts_launches_and_bytes(gpu, kind, name):
     shape = SHAPES[name]
-    forward, backward = counted(gpu, shape, kind)
+    forward, backward = cuda_model.counts(kind, shape, gpu).values()
     small = shape.features().numbers_per_network <= cuda.SMALL_NETWORK
     assert len(forward) == (1 if small else 2) and len(backward) == (4 if kind == "equivariant" else 3)
     inputs = 4 * shape.batch_size * shape.features().numbers_per_network

@@ -1,4 +1,4 @@
-"""The property tests of the CPU backend once more, with the CUDA operators and kernels in its place, run on the host.
+"""The property tests of the CPU backend and the suite for GPUs, with the CUDA operators and kernels run on the host.
 
 The library is built anew when its sources change, in build/, which takes a compiler and a minute.
 """
@@ -21,6 +21,7 @@ BUILD = ROOT / "build" / "cuda-on-host"
 SELECTED = {
     "test_backends.py": "agrees and cpu",
     "test_chain.py": "cpu and chain_is",
+    "test_gpu.py": "cuda",
     "test_native.py": "not Monomial and not linear and (refuse or activations_agree or activations_keep or edges "
     "or low_precision or memory_layout or uninitialised or earlier_calls or second_derivatives or depend_on_its_batch)",
 }

@@ -3,8 +3,22 @@ import importlib.util
 import pytest
 import torch
 
+from benchmarks import cuda_model
 from benchmarks.layers import SHAPES, Shape
-from benchmarks.model import COUNTS, GPUS, LAUNCH_SECONDS, Cache, Gpu, Launch, minimum_traffic, predict, trace_reference
+from benchmarks.model import (
+    COUNTS,
+    GPUS,
+    LAUNCH_SECONDS,
+    Cache,
+    Gpu,
+    Launch,
+    launch_table,
+    minimum_traffic,
+    predict,
+    rows,
+    trace_reference,
+    triton_counts,
+)
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 TINY = Shape("tiny", (2, 5, 4, 3), 3, 2)
@@ -65,6 +79,29 @@ def test_triton_moves_little_more_than_it_must(key, gpu):
     launches, least = COUNTS["triton"]("equivariant", SHAPES[key]), minimum_traffic("equivariant", SHAPES[key])
     assert predict(launches["forward"], gpu).traffic <= 1.25 * least["forward"]
     assert predict(launches["both"], gpu).traffic <= 1.5 * least["both"]
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["equivariant", "invariant"])
+def test_less_cache_never_helps(kind):
+    for row in rows(kind, "c"):
+        assert row["times_least_half_cache"] >= row["times_least_traffic"] > 0.9
+        assert row["times_least_cold"] >= 1  # every launch moves what it touches
+
+
+@needs_triton
+@pytest.mark.parametrize("gpu", cuda_model.GPUS, ids=lambda gpu: gpu.name)
+def test_launches_of_both_backends_are_counted_alike(gpu):
+    for key in SHAPES:
+        for counted in (triton_counts("equivariant", key, gpu), cuda_model.counts("equivariant", SHAPES[key], gpu)):
+            assert list(counted) == ["forward", "backward"]
+            for launch in (*counted["forward"], *counted["backward"]):
+                assert 0 < launch.occupancy <= 1 and launch.blocks > 0 and launch.shared <= gpu.shared_per_block
+            inputs = 4 * SHAPES[key].batch_size * SHAPES[key].features().numbers_per_network
+            assert sum(x.bytes_read for x in counted["forward"]) >= inputs
+            assert sum(x.bytes_written for x in counted["backward"]) >= inputs
+    table = launch_table(["a"])
+    assert {"triton", "cuda"} <= set(table.columns[4].cells)
 
 
 @needs_triton

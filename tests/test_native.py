@@ -17,7 +17,13 @@ from magep_fast import (
 )
 from magep_fast.ops import native
 from magep_fast.ops.library import missing_library
-from tests.helpers import Case, assert_same, random_features, tensors_of
+from tests.helpers import (
+    Case,
+    assert_same,
+    assert_second_derivatives_are_those_of_torch_ops,
+    random_features,
+    tensors_of,
+)
 
 if missing_library() is not None:
     pytest.skip(missing_library(), allow_module_level=True)
@@ -531,19 +537,7 @@ def test_operators_refuse_other_dtypes(dtype):
 @pytest.mark.parametrize("widths", [(2, 3, 2), (2, 3, 4, 1)])
 def test_second_derivatives_agree_with_torch_ops(kind, widths):
     case = make_case(widths, 2, 2, 2)
-    layer, features = case.layer(kind), case.features().map(lambda x: x.requires_grad_())
-    inputs = (*features.tensors(), *layer.parameters())
-
-    def second():
-        loss = sum(x.square().sum() for x in tensors_of(layer(features)))
-        first = torch.autograd.grad(loss, inputs, create_graph=True)
-        return torch.autograd.grad(sum(x.square().sum() for x in first), inputs)
-
-    found = second()
-    with use_backend("torch"):
-        expected = second()
-    for x, y in zip(found, expected, strict=True):
-        assert_same(x, y, 1e-10)
+    assert_second_derivatives_are_those_of_torch_ops(case.layer(kind), case.features(), 1e-10)
 
 
 @every_layer

@@ -317,3 +317,9 @@ def test_one_index_of_any_integer_type_is_a_batch_of_one(index):
     features = WeightFeatures([torch.arange(2.0).view(2, 1, 1, 1)], [torch.zeros(2, 1, 1)])
     assert features[index].batch_size == 1
     assert features[index].weights[0].item() == 1
+
+
+def test_saved_features_are_read_without_running_code(tmp_path):
+    features = random_features(SPACE)
+    torch.save(features, tmp_path / "features.pt")
+    assert_same(torch.load(tmp_path / "features.pt", weights_only=True), features)

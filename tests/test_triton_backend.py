@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from magep_fast.ops import triton
 from magep_fast.ops.backends import choose_backend
 from tests.helpers import random_features
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU, CUDA, GPU = torch.device("cpu"), torch.device("cuda"), torch.device("cuda", 0)
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -113,14 +114,82 @@ def test_launches_do_not_depend_on_the_number_of_layers(L, activation):
         assert len(invariant["forward"]) == 2 and len(invariant["backward"]) == 4
 
 
+def problem_of(shape, dtype):
+    from magep_fast.triton_kernels.launch import Problem
+
+    return Problem(shape.batch_size, shape.channels, shape.channels, shape.widths, dtype)
+
+
 @needs_triton
-def test_default_configuration_is_the_table_s():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+def test_default_configuration_is_the_table_s(shape, dtype):
     from magep_fast.triton_kernels import launch
 
-    for shape in SHAPES.values():
-        for kind in ("float32", "16-bit"):
-            problem = launch.Problem(shape.batch_size, shape.channels, shape.channels, shape.widths, torch.float32)
-            assert (problem.d, problem.e, launch.width_class(problem), kind) in launch.DEFAULTS
+    problem = problem_of(shape, dtype)
+    known = launch.DEFAULTS[launch.config_key(problem)]
     config = launch.default_config(problem)
+    assert tuple(getattr(config, name) for name in launch._FIELDS) == known
     assert launch.choose_config("equivariant", problem, lambda config: 1 / 0, CPU) == config
-    assert config in launch.candidates(problem)
+    assert launch.choose_config("equivariant", problem, lambda config: 1 / 0, CUDA) == config
+
+
+@pytest.fixture
+def tuning(monkeypatch):
+    """Autotuning as on a GPU, with times made up: the last candidate is the fastest, the first is too large."""
+    import triton
+    from magep_fast.triton_kernels import launch
+
+    measured = []
+
+    def do_bench(function, return_mode):
+        function()
+        if len(measured) % len(launch.candidates(problem_of(SHAPES["c"], torch.float32))) == 1:
+            raise triton.runtime.errors.OutOfResources(1, 0, "shared memory")
+        return -len(measured)
+
+    monkeypatch.setenv(launch.AUTOTUNE_VARIABLE, "1")
+    monkeypatch.setattr(launch, "_tuned", {})
+    monkeypatch.setattr(triton.testing, "do_bench", do_bench)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return launch, measured
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autotuning_takes_the_fastest_once(tuning, dtype):
+    launch, measured = tuning
+    problem = problem_of(SHAPES["c"], dtype)
+    candidates = launch.candidates(problem)
+    assert launch.default_config(problem) in candidates and len(set(candidates)) == len(candidates) > 5
+    for _ in range(2):
+        assert launch.choose_config("equivariant", problem, measured.append, GPU) == candidates[-1]
+    assert measured == candidates
+
+
+@needs_triton
+def test_autotuning_tells_passes_devices_and_dtypes_apart(tuning):
+    launch, measured = tuning
+    for name, dtype, device in [
+        ("equivariant", torch.float32, GPU),
+        ("equivariant_backward", torch.float32, GPU),
+        ("equivariant", torch.float32, torch.device("cuda", 1)),
+        ("equivariant", torch.bfloat16, GPU),
+        ("equivariant", torch.float16, GPU),
+    ]:
+        before = len(measured)
+        launch.choose_config(name, problem_of(SHAPES["c"], dtype), measured.append, device)
+        assert len(measured) > before
+    before = len(measured)
+    larger_batch = problem_of(replace(SHAPES["c"], batch_size=77), torch.float32)
+    launch.choose_config("equivariant", larger_batch, measured.append, GPU)
+    assert len(measured) == before
+
+
+@needs_triton
+def test_nothing_is_measured_while_a_graph_is_captured(tuning, monkeypatch):
+    launch, measured = tuning
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    problem = problem_of(SHAPES["c"], torch.float32)
+    assert launch.choose_config("equivariant", problem, measured.append, GPU) == launch.default_config(problem)
+    assert not measured

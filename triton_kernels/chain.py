@@ -2,7 +2,9 @@
 
     A_1 = W_1,  A_i = W_i [A_(i-1) | b_(i-1)]        S_(L-1) = W_L,  S_t = S_(t+1) W_(t+1)
 
-One program runs one chain of one network and channel; its products go through memory, where they stay in cache.
+One program runs one chain of one network and channel; its products go through memory, where they stay in cache. The
+chains meet the layers in opposite orders, so no order reads every matrix once: the programs of the two chains are
+neighbours and run at the same time, and whichever comes second finds the matrix in cache.
 """
 
 from __future__ import annotations
@@ -220,7 +222,7 @@ def _suffix_backward(
         after_bar = suffixes_bar + section_at(widths, t + 1, items, item, N_L)
         gemm(
             S_bar, m, 1, W, 1, m, after_bar, n, 1, N_L, n, m,
-            True, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K, ".cs",
+            True, COMPUTE, PRECISION, BLOCK_C, BLOCK_N, BLOCK_K,
         )  # fmt: skip
 
 

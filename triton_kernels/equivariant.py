@@ -519,7 +519,7 @@ def edge_backward(
 
 @triton.jit
 def middle_parameters(
-    weights, psi, prefixes, suffixes, grads, kept, partials, sizes, splits, chunk, chunks, first, count,
+    weights, psi, prefixes, suffixes, grads, kept, partials, sizes, splits, shares, chunk, first, count,
     widths, batch, d, e, tile,
     N_0: tl.constexpr, N_L: tl.constexpr, ACTIVATION: tl.constexpr,
     OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
@@ -560,7 +560,7 @@ def middle_parameters(
         weight_bar = dot(bar, tl.trans(weight), weight_bar, OPERAND, PRECISION)
         product_bar = dot(bar, tl.trans(product), product_bar, OPERAND, PRECISION)
         outer_bar = dot(bar, tl.trans(outer), outer_bar, OPERAND, PRECISION)
-    to = partials + partial_at(2 * i - 2, chunk, split, sizes, splits, chunks) + ee[:, None] * (3 * d) + dd[None, :]
+    to = partials + partial_at(2 * i - 2, chunk * parts + split, sizes, shares) + ee[:, None] * (3 * d) + dd[None, :]
     inside_2 = (ee < e)[:, None] & (dd < d)[None, :]
     tl.store(to, weight_bar, mask=inside_2, cache_modifier=".cs")
     tl.store(to + d, product_bar, mask=inside_2, cache_modifier=".cs")
@@ -569,7 +569,7 @@ def middle_parameters(
 
 @triton.jit
 def edge_parameters(
-    prefixes, suffixes, connections, grads, kept, partials, sizes, splits, chunk, chunks, first, count,
+    prefixes, suffixes, connections, grads, kept, partials, sizes, splits, shares,
     widths, batch, d, e, tile,
     N_0: tl.constexpr, N_L: tl.constexpr, ACTIVATION: tl.constexpr,
     OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
@@ -607,9 +607,9 @@ def edge_parameters(
     grad, values = pick(grads, out_index), pick(kept, out_index)
     y_blocks = tl.cdiv(positions, BLOCK_Y)
     matrix_bar = tl.zeros((BLOCK_R, BLOCK_D), COMPUTE)
-    everything = wide(count) * y_blocks
+    everything = wide(batch) * y_blocks
     for step in range(everything * split // parts, everything * (split + 1) // parts):
-        b = first + (step // y_blocks).to(tl.int32)
+        b = (step // y_blocks).to(tl.int32)
         y = (step % y_blocks).to(tl.int32) * BLOCK_Y + tl.arange(0, BLOCK_Y)
         _, _, Z, _, Y_at, T_at = edge_layer(prefixes, suffixes, connections, widths, batch, d, b, i, dd, L, N_0, N_L)
         data = tl.zeros((BLOCK_D, BLOCK_Y), COMPUTE)
@@ -622,7 +622,7 @@ def edge_parameters(
             (r < rows)[:, None] & (y < positions)[None, :], COMPUTE, ACTIVATION,
         )  # fmt: skip
         matrix_bar = dot(bar, tl.trans(data), matrix_bar, OPERAND, PRECISION)
-    to = partials + partial_at(index, chunk, split, sizes, splits, chunks)
+    to = partials + partial_at(index, split, sizes, shares)
     to += r.to(tl.int64)[:, None] * (slots * d) + slot * d + dd[None, :]
     tl.store(to, matrix_bar, mask=(r < rows)[:, None] & (dd < d)[None, :], cache_modifier=".cs")
 
@@ -630,8 +630,8 @@ def edge_parameters(
 @triton.jit
 def mix_backward_kernel(
     weights, matrices, psi, prefixes, suffixes, connections, grads, kept,
-    prefixes_bar, suffixes_bar, connections_bar, left_bar, right_bar, partials, sizes, splits, shared_edges,
-    chunk, chunks, first, count, widths, batch, d, e,
+    prefixes_bar, suffixes_bar, connections_bar, left_bar, right_bar, partials, sizes, splits, shares,
+    shared_edges, chunk, first, count, widths, batch, d, e,
     N_0: tl.constexpr, N_L: tl.constexpr, ACTIVATION: tl.constexpr,
     OPERAND: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_E_STEP: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -642,8 +642,9 @@ def mix_backward_kernel(
     """The gradients of a chunk of networks, first … first + count − 1, that reach the parameters and, as
     `chain.chain_backward_kernel` takes them, the factors directly.
 
-    Of the parameters, Φ̄ = Σ ō Xᵀ over networks and positions, as `splits` partial sums a chunk. X is the data that an
-    output is linear in: the tiles of a middle layer, or of an edge Y and, for Φ', Σ_x T[x, z] Y[x].
+    Of the parameters, Φ̄ = Σ ō Xᵀ over networks and positions, as `splits` partial sums, `shares` over all chunks. X is
+    the data that an output is linear in: the tiles of a middle layer, or of an edge Y and, for Φ', Σ_x T[x, z] Y[x].
+    Edges, whose matrices are larger than their data, wait for the last chunk and are summed over all networks there.
     Of a middle layer, by programs that own rows j and sum over k, and programs that own columns k and sum over j:
         Ū[p, j] = Σ_k [WW]‾[j, k] S[p, k]       b̄[j] = Σ_k [bW]‾[j, k] (ψ S)[k]
         S̄[p, k] = Σ_j [WW]‾[j, k] U[j, p]       (ψ S)‾[k] = Σ_j [bW]‾[j, k] b[j]
@@ -663,8 +664,7 @@ def mix_backward_kernel(
     tile = tl.program_id(0)
     if tile < shared_edges:
         edge_parameters(
-            prefixes, suffixes, connections, grads, kept, partials, sizes, splits, chunk, chunks, first, count,
-            widths, batch, d, e, tile,
+            prefixes, suffixes, connections, grads, kept, partials, sizes, splits, shares, widths, batch, d, e, tile,
             N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_R, BLOCK_Y,
         )  # fmt: skip
     elif tile < shared_edges + count * edges:
@@ -684,20 +684,19 @@ def mix_backward_kernel(
         )  # fmt: skip
     else:
         middle_parameters(
-            weights, psi, prefixes, suffixes, grads, kept, partials, sizes, splits, chunk, chunks, first, count,
+            weights, psi, prefixes, suffixes, grads, kept, partials, sizes, splits, shares, chunk, first, count,
             widths, batch, d, e, tile - shared_edges - count * (edges + middle),
             N_0, N_L, ACTIVATION, OPERAND, COMPUTE, PRECISION, BLOCK_D, BLOCK_E, BLOCK_Q, BLOCK_J, BLOCK_K,
         )  # fmt: skip
 
 
 @triton.jit
-def partial_at(index, chunk, split, sizes, splits, chunks):
+def partial_at(index, place, sizes, shares):
     """Offset of a share of the gradient of a parameter, as `tiles.sum_kernel` reads them."""
     before = tl.full((), 0, tl.int64)
     for k in tl.static_range(len(sizes)):
-        before += tl.where(k < index, tl.full((), 1, tl.int64) * splits[k] * sizes[k], 0)
-    place = chunk * number(splits, index) + split
-    return before * chunks + place * number(sizes, index).to(tl.int64)
+        before += tl.where(k < index, tl.full((), 1, tl.int64) * shares[k] * sizes[k], 0)
+    return before + place * number(sizes, index).to(tl.int64)
 
 
 def mix_launch(
@@ -751,9 +750,10 @@ def mix_backward_launch(
     owners = sum(cdiv(n, config.short) + cdiv(m, config.short) for n, m in problem.middle())
     owners += problem.n_L + (L - 1) * problem.n_0 + L * (L - 1) // 2
     shared = sum(splits[2 * i - 2] for i in range(2, L)) * cdiv(problem.e, config.e)
-    shared_edges = sum(
-        splits[edge_matrix(o, L)] * cdiv(rows, config.r) * slots for o, (rows, _, slots) in enumerate(problem.edges())
-    )
+    shared_edges = 0
+    if chunk.index == chunk.chunks - 1:
+        for o, (rows, _, slots) in enumerate(problem.edges()):
+            shared_edges += splits[edge_matrix(o, L)] * cdiv(rows, config.r) * slots
     given = {
         "weights": tuple(weights),
         "matrices": tuple(matrices),
@@ -767,9 +767,9 @@ def mix_backward_launch(
         "partials": partials,
         "sizes": tuple(m.numel() for m in matrices[:-1]),
         "splits": tuple(splits),
+        "shares": tuple(num_shares(problem, config)),
         "shared_edges": d_blocks * shared_edges,
         "chunk": chunk.index,
-        "chunks": chunk.chunks,
         "first": chunk.first,
         "count": chunk.count,
         **_common(problem, config),
@@ -807,6 +807,13 @@ def num_splits(problem: Problem, config: Config) -> list[int]:
         tiles = problem.batch * min(cdiv(n, config.j) * cdiv(m, config.k) for n, m in problem.middle())
         splits[2:-1:2] = [max(1, min(tiles, cdiv(256, programs)))] * (problem.L - 2)
     return splits
+
+
+def num_shares(problem: Problem, config: Config) -> list[int]:
+    """How many shares there are in the end: a middle layer has its own in every chunk of networks."""
+    shares = num_splits(problem, config)
+    shares[2:-1:2] = [len(chunks_of(problem)) * count for count in shares[2:-1:2]]
+    return shares
 
 
 def _common(problem: Problem, config: Config) -> dict[str, object]:
@@ -876,8 +883,8 @@ def backward(
     weights_bar, biases_bar = [w.new_empty(w.shape) for w in weights], [b.new_empty(b.shape) for b in biases]
     matrices_bar, psi_bar = [m.new_empty(m.shape) for m in matrices], psi.new_empty(psi.shape)
     chunks = chunks_of(problem)
-    splits = [len(chunks) * count for count in num_splits(problem, config)]
-    psi_at = sum(count * m.numel() for count, m in zip(splits, matrices[:-1], strict=True))
+    num = num_shares(problem, config)
+    psi_at = sum(count * m.numel() for count, m in zip(num, matrices[:-1], strict=True))
     shares = features.new_empty(psi_at + problem.batch * psi.numel())
     launches = [
         readout_backward_launch(
@@ -896,6 +903,6 @@ def backward(
             ),
             weight_gradient_launch(problem, config, matrices, grads, kept, factors, factors_bar, weights_bar, chunk),
         ]  # fmt: skip
-    launches.append(sum_launch(problem, shares, [*matrices_bar[:-1], psi_bar], [*splits, problem.batch]))
+    launches.append(sum_launch(problem, shares, [*matrices_bar[:-1], psi_bar], [*num, problem.batch]))
     run(launches)
     return [*weights_bar, *biases_bar, *matrices_bar, psi_bar]

@@ -7,19 +7,18 @@ machines that are not here, and counted.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
-from math import prod
-from typing import Any, TypeVar
+from functools import cached_property, partial
+from math import inf, prod
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 AUTOTUNE_VARIABLE = "MAGEP_FAST_TRITON_AUTOTUNE"
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -222,6 +221,12 @@ def width_class(problem: Problem) -> int:
     return next((width for width in WIDTHS if widest <= width), WIDTHS[-1])
 
 
+def config_key(problem: Problem) -> tuple[int, int, int, str]:
+    """What the choice of tile sizes depends on."""
+    kind = "16-bit" if problem.dtype.itemsize == 2 else "float32"
+    return problem.d, problem.e, width_class(problem), kind
+
+
 _FIELDS = ("d", "e", "j", "k", "short", "long", "r", "y", "n", "chain_warps", "mix_warps", "back_warps")
 DEFAULTS: dict[tuple[int, int, int, str], tuple[int, ...]] = {
     (20, 20, 16, "float32"): (16, 32, 4, 16, 8, 16, 32, 16, 16, 2, 8, 4),
@@ -235,8 +240,8 @@ DEFAULTS: dict[tuple[int, int, int, str], tuple[int, ...]] = {
     (16, 16, 256, "16-bit"): (16, 16, 1, 64, 4, 64, 16, 64, 64, 4, 8, 8),
     (32, 32, 64, "16-bit"): (16, 32, 1, 64, 2, 64, 32, 64, 64, 4, 8, 4),
 }
-"""The _FIELDS of Config by d, e, width class and "float32" or "16-bit", for the shapes of the paper: chosen so that no
-kernel spills registers, see docs/triton_compile.md."""
+"""The _FIELDS of Config by `config_key`, for the shapes of the paper: chosen so that no kernel spills registers, see
+docs/triton_compile.md."""
 
 
 def default_config(problem: Problem) -> Config:
@@ -261,8 +266,7 @@ def default_config(problem: Problem) -> Config:
         mix_warps=8,
         back_warps=8 if wide > 64 else 4,
     )
-    kind = "16-bit" if problem.dtype.itemsize == 2 else "float32"
-    known = DEFAULTS.get((problem.d, problem.e, wide, kind))
+    known = DEFAULTS.get(config_key(problem))
     return rule if known is None else replace(rule, **dict(zip(_FIELDS, known, strict=True)))
 
 
@@ -281,20 +285,25 @@ def candidates(problem: Problem) -> list[Config]:
     return found
 
 
-_tuned: dict[tuple[str, Problem], Config] = {}
+_tuned: dict[tuple[Hashable, ...], Config] = {}
 
 
-def choose_config(name: str, problem: Problem, measure: Callable[[Config], Result], device: torch.device) -> Config:
-    """The default, at once; with MAGEP_FAST_TRITON_AUTOTUNE=1, on a GPU, the fastest candidate, found once a shape."""
+def choose_config(name: str, problem: Problem, measure: Callable[[Config], object], device: torch.device) -> Config:
+    """The default, at once; with MAGEP_FAST_TRITON_AUTOTUNE=1, on a GPU, the fastest candidate, found once for every
+    pass, device, dtype and `config_key`. Measuring waits for the device: while a CUDA graph is captured, what was not
+    measured before is taken at its default."""
     if os.environ.get(AUTOTUNE_VARIABLE, "0") in ("", "0") or device.type == "cpu":
         return default_config(problem)
-    key = name, problem
+    key = name, device, problem.dtype, problem.allow_tf32, config_key(problem)
     if key not in _tuned:
-        times: dict[Config, float] = {}
-        for config in candidates(problem):
-            try:
-                times[config] = triton.testing.do_bench(lambda config=config: measure(config), return_mode="median")
-            except triton.runtime.errors.OutOfResources:
-                continue
-        _tuned[key] = min(times, key=times.__getitem__)
+        if torch.cuda.is_current_stream_capturing():
+            return default_config(problem)
+        _tuned[key] = min(candidates(problem), key=partial(_milliseconds, measure))
     return _tuned[key]
+
+
+def _milliseconds(measure: Callable[[Config], object], config: Config) -> float:
+    try:
+        return triton.testing.do_bench(lambda: measure(config), return_mode="median")
+    except triton.runtime.errors.OutOfResources:
+        return inf

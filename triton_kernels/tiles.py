@@ -92,10 +92,9 @@ def dot(a, b, acc, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 def gemm(
     a, a_row, a_col, b, b_row, b_col, c, c_row, c_col, M, N, K,
     ACCUMULATE: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CACHE: tl.constexpr = "",
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """c[M, N] = a[M, K] b[K, N], or added to c: operands in memory with any strides, by one program. CACHE says how b
-    is loaded.
+    """c[M, N] = a[M, K] b[K, N], or added to c: operands in memory with any strides, by one program.
 
     The barrier lets whatever follows read c, whichever threads wrote it.
     """
@@ -115,7 +114,6 @@ def gemm(
                     b + inner[:, None] * b_row + columns[None, :] * b_col,
                     mask=(inner < K)[:, None] & (columns < N)[None, :],
                     other=0.0,
-                    cache_modifier=CACHE,
                 )
                 acc = dot(left, right, acc, COMPUTE, PRECISION)
             at = c + rows[:, None] * c_row + columns[None, :] * c_col

@@ -78,8 +78,7 @@ inline int64_t widest(const Shape& s) { return *std::max_element(s.n.begin(), s.
 
 template <typename S, typename T>
 int64_t chain_scratch(const Shape& s) {
-  return 2 * (s.columns(s.L()) + 8) * widest(s) + 4 * (s.n_L() + s.n_0() + 8) * (widest(s) + 8) +
-         largest_matrix<S, T>(s) + 256;
+  return (s.n_0() + 1) * s.n_L() + largest_matrix<S, T>(s) + 64;
 }
 
 // Fills A (and with `suffix` S and R) of one network and channel.
@@ -89,30 +88,27 @@ void chain_forward(const Network<S, T>& x, int64_t net, int64_t channel, bool su
   const Layout& at = x.at;
   const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L();
   T* space = scratch.take(largest_matrix<S, T>(s));
-  const int64_t ld = s.columns(L);
-  T* current = scratch.take(ld * widest(s));
-  T* next = scratch.take(ld * widest(s));
+  const auto part = [&](const Section& section) { return saved + section.offset + channel * section.channel_stride; };
   for (int64_t i = 1; i <= L; ++i) {
-    const int64_t c = s.columns(i);
+    const Section& to = at.A[i];
     if (i == 1) {
       const S* w = x.weight(1, net, channel);
-      for (int64_t j = 0; j < s.n[1]; ++j) load_row(w + j * n_0, n_0, next + j * ld);
+      for (int64_t q = 0; q < n_0; ++q)
+        for (int64_t j = 0; j < s.n[1]; ++j) part(to)[q * to.row_stride + j] = load_one<S, T>(w[j * n_0 + q]);
     } else {
+      const Section& from = at.A[i - 1];
       const T* w = weight_as(x, i, net, channel, space);
-      gemm<T>(s.n[i], c - 1, s.n[i - 1], {w, s.n[i - 1], 1}, current, ld, next, ld, false);
+      gemm_dot<T>(from.rows, s.n[i], s.n[i - 1], part(from), from.row_stride, w, s.n[i - 1], part(to), to.row_stride,
+                  false);
     }
-    const S* bias = x.bias(i, net, channel);
-    for (int64_t j = 0; j < s.n[i]; ++j) next[j * ld + c - 1] = load_one<S, T>(bias[j]);
-    const Section& a = at.A[i];
-    transpose<T>(s.n[i], c, next, ld, saved + a.offset + channel * a.channel_stride, a.row_stride);
-    std::swap(current, next);
+    load_row(x.bias(i, net, channel), s.n[i], part(to) + (to.rows - 1) * to.row_stride);
   }
   T* PL = saved + at.PL;
+  const Section& last = at.A[L];
   for (int64_t p = 0; p < n_L; ++p)
-    for (int64_t q = 0; q < n_0; ++q) PL[(p * n_0 + q) * s.d + channel] = current[p * ld + q];
+    for (int64_t q = 0; q < n_0; ++q) PL[(p * n_0 + q) * s.d + channel] = part(last)[q * last.row_stride + p];
   if (!suffix) return;
 
-  const auto part = [&](const Section& section) { return saved + section.offset + channel * section.channel_stride; };
   for (int64_t t = L - 1; t >= 1; --t) {
     const Section& to = at.S[t];
     if (t == L - 1) {
@@ -148,8 +144,7 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
     return grad + section.offset + channel * section.channel_stride;
   };
   T* space = scratch.take(largest_matrix<S, T>(s));
-  T* transposed = scratch.take((n_L + n_0 + 8) * (widest(s) + 8));
-  T* product = scratch.take((n_L + n_0 + 8) * (widest(s) + 8));
+  T* product = scratch.take((n_0 + 1) * n_L);
 
   if (suffix) {
     for (int64_t i = 2; i <= L; ++i) {
@@ -163,8 +158,7 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
       gemm<T>(n_L, s.n[i - 1], right.rows, {psi.data + skip * psi.row_stride, psi.column_stride, psi.row_stride}, R_bar,
               right.row_stride, grad_part(S_t), S_t.row_stride, true);
       // [Psi; psi]_bar += R_bar S^T
-      transpose<T>(n_L, s.n[i - 1], part(S_t), S_t.row_stride, transposed, n_L);
-      gemm<T>(right.rows, n_L, s.n[i - 1], {R_bar, right.row_stride, 1}, transposed, n_L, product, n_L, false);
+      gemm_dot<T>(right.rows, n_L, s.n[i - 1], R_bar, right.row_stride, part(S_t), S_t.row_stride, product, n_L, false);
       for (int64_t q = 0; q < right.rows; ++q)
         for (int64_t p = 0; p < n_L; ++p) pair_bar[((q + skip) * n_L + p) * d] += product[q * n_L + p];
     }
@@ -172,11 +166,8 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
     for (int64_t t = 1; t + 1 < L; ++t) {
       const Section &from = at.S[t], &to = at.S[t + 1];
       const T* w = weight_as(x, t + 1, net, channel, space);
-      transpose<T>(n_L, s.n[t], grad_part(from), from.row_stride, transposed, n_L);
-      gemm<T>(s.n[t + 1], n_L, s.n[t], {w, s.n[t], 1}, transposed, n_L, product, n_L, false);
-      T* S_bar = grad_part(to);
-      for (int64_t p = 0; p < n_L; ++p)
-        for (int64_t j = 0; j < s.n[t + 1]; ++j) S_bar[p * to.row_stride + j] += product[j * n_L + p];
+      gemm_dot<T>(n_L, s.n[t + 1], s.n[t], grad_part(from), from.row_stride, w, s.n[t], grad_part(to), to.row_stride,
+                  true);
     }
   }
 

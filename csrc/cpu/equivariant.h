@@ -11,8 +11,8 @@ struct Tile {
   int64_t rows, columns;
   Tile(const Shape& s, int64_t i, int64_t element_size) {
     const int64_t n = s.n[i], m = s.n[i - 1];
-    // [W; WW; bW] of a tile, 3 d rows, in half of a small second-level cache.
-    const int64_t budget = std::max<int64_t>(64, (128 << 10) / (3 * s.d * element_size));
+    // [W; WW; bW] of a tile, 3 d rows, in a quarter of a second-level cache of 1 MiB.
+    const int64_t budget = std::max<int64_t>(64, (256 << 10) / (3 * s.d * element_size));
     columns = std::min<int64_t>(m, 128);
     rows = std::max<int64_t>(columns == m ? 1 : kMaxRows, std::min<int64_t>(budget, 768) / columns);
     if (rows > kMaxRows) rows -= rows % kMaxRows;
@@ -357,11 +357,7 @@ struct EquivariantCall {
     T* bar = scratch.take(s.e * ld);
     T* bar_transposed = scratch.take(s.e * ld);
     T* space = scratch.take(d * ld);
-    T* right_transposed = scratch.take(d * rank * m);  // [d][k][rank]
-    T* left_bar = scratch.take(d * rank * n);          // [d][j][rank]
-    for (int64_t channel = 0; channel < d; ++channel)
-      transpose<T>(rank, m, saved + right.offset + channel * right.channel_stride, right.row_stride,
-                   right_transposed + channel * rank * m, rank);
+    T* left_bar = scratch.take(d * rank * n);  // [d][j][rank]
     std::fill(left_bar, left_bar + d * rank * n, T(0));
     const int64_t b_row = a.offset + (s.columns(i) - 1) * a.row_stride, g_row = r.offset + (r.rows - 1) * r.row_stride;
     T* phi_transposed = scratch.take(3 * d * s.e);
@@ -370,24 +366,26 @@ struct EquivariantCall {
     for_tiles(i, tile, [&](int64_t j, int64_t k, int64_t rows, int64_t columns) {
       const int64_t size = rows * columns;
       load_tile(out_bar + net * s.e * n * m, s.e, i, j, k, rows, columns, bar, ld);
-      transpose<T>(s.e, size, bar, ld, bar_transposed, s.e);
       make_tile(net, i, j, k, rows, columns, saved, left, data, ld);
-      gemm<T>(3 * d, s.e, size, {data, ld, 1}, bar_transposed, s.e, matrix_bar, s.e, true);
+      if (prefers_dot<T>(s.e, size)) {
+        gemm_dot<T>(3 * d, s.e, size, data, ld, bar, ld, matrix_bar, s.e, true);
+      } else {
+        transpose<T>(s.e, size, bar, ld, bar_transposed, s.e);
+        gemm<T>(3 * d, s.e, size, {data, ld, 1}, bar_transposed, s.e, matrix_bar, s.e, true);
+      }
       multiply_to(d, s.e, {phi_transposed, s.e, 1}, bar, ld, W_bar_net, i, j, k, rows, columns, space);
       gemm<T>(2 * d, size, s.e, {phi_transposed + d * s.e, s.e, 1}, bar, ld, data_bar, ld, false);
       for (int64_t channel = 0; channel < d; ++channel) {
         const T* WW_bar = data_bar + channel * ld;
         gemm<T>(rank, columns, rows, {left.data + channel * left.channel_stride + j, left.row_stride, 1}, WW_bar,
                 columns, grad + right.offset + channel * right.channel_stride + k, right.row_stride, true);
-        gemm<T>(rows, rank, columns, {WW_bar, columns, 1}, right_transposed + (channel * m + k) * rank, rank,
-                left_bar + (channel * n + j) * rank, rank, true);
+        gemm_dot<T>(rows, rank, columns, WW_bar, columns, saved + right.offset + channel * right.channel_stride + k,
+                    right.row_stride, left_bar + (channel * n + j) * rank, rank, true);
         const T* bW_bar = data_bar + (d + channel) * ld;
         const T *b = saved + b_row + channel * a.ld + j, *g = saved + g_row + channel * r.ld + k;
         T *b_bar = grad + b_row + channel * a.ld + j, *g_bar = grad + g_row + channel * r.ld + k;
-        for (int64_t row = 0; row < rows; ++row) {
-          b_bar[row] += dot(columns, bW_bar + row * columns, g);
-          add_scaled(columns, b[row], bW_bar + row * columns, g_bar);
-        }
+        gemm_dot<T>(1, rows, columns, g, columns, bW_bar, columns, b_bar, rows, true);
+        gemm<T>(1, columns, rows, {b, 0, 1}, bW_bar, columns, g_bar, columns, true);
       }
     });
     for (int64_t channel = 0; channel < d; ++channel)
@@ -629,22 +627,53 @@ struct EquivariantCall {
   }
 };
 
-// Offsets of the gradients of the parameters in one thread's accumulator; the last bias is summed over networks by one
-// product of its own. Weights of middle layers are transposed unless n_L = 1.
+// Where the gradients of the parameters are summed: the first chunk of networks in the results themselves, each other
+// one in memory of its own, added in order at the end. The last bias is summed over networks by one product of its own.
+// Weights of middle layers are summed transposed unless n_L = 1, so those have memory of their own in every chunk.
+template <typename T>
+struct Sums {
+  std::vector<T*> matrices;  // weight_1, bias_1, ..., weight_L
+  T* psi;
+};
+
 struct Accumulator {
-  std::vector<int64_t> matrices;
-  int64_t psi, size = 0;
-  explicit Accumulator(const Shape& s) {
+  const Shape& s;
+  std::vector<int64_t> counts, offsets,
+      own;  // of weight_1, bias_1, ..., weight_L, psi; own: where the first chunk's lie
+  int64_t size = 0, own_size = 0;
+
+  explicit Accumulator(const Shape& s) : s(s) {
     for (int64_t i = 1; i <= s.L(); ++i) {
-      matrices.push_back(size);
-      size += i == 1       ? s.e * s.n_0() * s.hidden_columns(1)
-              : i == s.L() ? s.e * s.n_L() * 3 * s.n_L() * s.d
-                           : s.e * 3 * s.d;
-      matrices.push_back(size);
-      if (i < s.L()) size += s.e * s.hidden_columns(i);
+      counts.push_back(i == 1       ? s.e * s.n_0() * s.hidden_columns(1)
+                       : i == s.L() ? s.e * s.n_L() * 3 * s.n_L() * s.d
+                                    : s.e * 3 * s.d);
+      counts.push_back(i < s.L() ? s.e * s.hidden_columns(i) : s.psi_size());
     }
-    psi = size;
-    size += s.psi_size();
+    for (size_t k = 0; k < counts.size(); ++k) {
+      offsets.push_back(size);
+      size += counts[k];
+      own.push_back(own_size);
+      if (transposed(static_cast<int64_t>(k))) own_size += counts[k];
+    }
+  }
+  bool transposed(int64_t k) const { return k % 2 == 0 && 0 < k && k < 2 * s.L() - 2 && s.n_L() > 1; }
+  int64_t memory(int64_t chunks) const { return own_size + (chunks - 1) * size; }
+
+  template <typename T>
+  Sums<T> of(int64_t chunk, T* memory, T* const* matrices, T* psi) const {
+    Sums<T> sums;
+    for (size_t k = 0; k < counts.size(); ++k) {
+      T* at = chunk > 0                             ? memory + own_size + (chunk - 1) * size + offsets[k]
+              : transposed(static_cast<int64_t>(k)) ? memory + own[k]
+              : k + 1 == counts.size()              ? psi
+                                                    : matrices[k];
+      std::fill(at, at + counts[k], T(0));
+      if (k + 1 == counts.size())
+        sums.psi = at;
+      else
+        sums.matrices.push_back(at);
+    }
+    return sums;
   }
 };
 
@@ -707,53 +736,53 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
   const Layout at(s, Operation::equivariant);
   const EquivariantCall<S, T> call{{s, at, W, b, psi}, matrices, parallel};
   const LayerGradients<S, T> out_bar{gradients};
-  const Accumulator sums(s);
+  const Accumulator accumulator(s);
   const int64_t L = s.L(), d = s.d, K = s.readout_columns(), stride = at.size + K, rows = s.e * s.n_L();
   const int64_t need = call.scratch_size();
   const bool by_network = s.B >= parallel.threads;
   const int64_t chunks = parallel.chunks(by_network ? s.B : s.B * std::max(L, d));
   const int64_t group_size = by_network ? call.group_size() : 1, slots = by_network ? chunks * group_size : s.B;
   thread_local std::vector<T> memory;
-  memory.resize(chunks * sums.size + slots * at.grad_size + 2 * s.B * K + s.B * rows);
-  T* accumulators = memory.data();
-  T* grads = accumulators + chunks * sums.size;
+  memory.resize(accumulator.memory(chunks) + slots * at.grad_size + 2 * s.B * K + s.B * rows);
+  T *accumulators = memory.data(), *grads = accumulators + accumulator.memory(chunks);
   T *F = grads + slots * at.grad_size, *F_bar = F + s.B * K, *bar = F_bar + s.B * K;
 
   for (int64_t net = 0; net < s.B; ++net) std::memcpy(F + net * K, saved + net * stride + at.size, K * sizeof(T));
   load_row(out_bar.bias(L), s.B * rows, bar);
   readout_backward(s.B, rows, K, matrices[2 * L - 1], F, bar, F_bar, matrices_bar[2 * L - 1], parallel);
 
-  const auto layer = [&](Group group, int64_t i, T* group_grads, T* sum, Scratch<T> scratch) {
+  std::vector<Sums<T>> sums(chunks);
+  parallel.run(chunks,
+               [&](int64_t chunk) { sums[chunk] = accumulator.of(chunk, accumulators, matrices_bar, psi_bar); });
+  const auto layer = [&](Group group, int64_t i, T* group_grads, const Sums<T>& sum, Scratch<T> scratch) {
     if (i < L)
-      call.hidden_backward(group, i, out_bar, saved, stride, group_grads, sum + sums.matrices[0],
-                           sum + sums.matrices[2 * i - 1], scratch);
+      call.hidden_backward(group, i, out_bar, saved, stride, group_grads, sum.matrices[0], sum.matrices[2 * i - 1],
+                           scratch);
     else
-      call.last_backward(group, out_bar.weight(L), saved, stride, group_grads, F_bar, sum + sums.matrices[2 * L - 2],
-                         scratch);
+      call.last_backward(group, out_bar.weight(L), saved, stride, group_grads, F_bar, sum.matrices[2 * L - 2], scratch);
     for (int64_t net = group.begin; i == L && net < group.end; ++net) {
       const T* own = saved + net * stride;
-      features_backward(call.x, own, F_bar + net * K, group_grads + (net - group.begin) * at.grad_size, sum + sums.psi,
+      features_backward(call.x, own, F_bar + net * K, group_grads + (net - group.begin) * at.grad_size, sum.psi,
                         scratch);
     }
   };
-  const auto middle = [&](int64_t net, int64_t i, T* grad, T* sum, Scratch<T> scratch) {
+  const auto middle = [&](int64_t net, int64_t i, T* grad, const Sums<T>& sum, Scratch<T> scratch) {
     if (1 < i && i < L)
-      call.middle_backward(net, i, out_bar.weight(i), saved + net * stride, grad, W_bar[i - 1],
-                           sum + sums.matrices[2 * i - 2], sum + sums.psi, scratch);
+      call.middle_backward(net, i, out_bar.weight(i), saved + net * stride, grad, W_bar[i - 1], sum.matrices[2 * i - 2],
+                           sum.psi, scratch);
   };
-  const auto connections = [&](int64_t net, T* grad, T* sum) {
-    for (int64_t i = 1; i <= L; ++i) connect_backward(call.x, i, saved + net * stride, grad, sum + sums.psi);
+  const auto connections = [&](int64_t net, T* grad, const Sums<T>& sum) {
+    for (int64_t i = 1; i <= L; ++i) connect_backward(call.x, i, saved + net * stride, grad, sum.psi);
   };
-  const auto chain = [&](int64_t net, int64_t channel, T* grad, T* sum, Scratch<T> scratch) {
+  const auto chain = [&](int64_t net, int64_t channel, T* grad, const Sums<T>& sum, Scratch<T> scratch) {
     // Only middle layers have a direct gradient in W_bar; the last layer's is in that of S_(L-1).
-    chain_backward(call.x, net, channel, true, saved + net * stride, grad, sum + sums.psi, W_bar, b_bar, false,
-                   scratch);
+    chain_backward(call.x, net, channel, true, saved + net * stride, grad, sum.psi, W_bar, b_bar, false, scratch);
   };
   if (by_network) {
     parallel.split(s.B, [&](int64_t chunk, int64_t begin, int64_t end) {
       Scratch<T> scratch = Scratch<T>::begin(need);
-      T *sum = accumulators + chunk * sums.size, *own_grads = grads + chunk * group_size * at.grad_size;
-      std::fill(sum, sum + sums.size, T(0));
+      const Sums<T>& sum = sums[chunk];
+      T* own_grads = grads + chunk * group_size * at.grad_size;
       for (int64_t first = begin; first < end; first += group_size) {
         const Group group{first, std::min(end, first + group_size)};
         std::fill(own_grads, own_grads + group.size() * at.grad_size, T(0));
@@ -767,44 +796,36 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
       }
     });
   } else {
-    std::fill(accumulators, F, T(0));
+    std::fill(grads, F, T(0));
     parallel.split(s.B * L, [&](int64_t chunk, int64_t begin, int64_t end) {
       Scratch<T> scratch = Scratch<T>::begin(need);
-      T* sum = accumulators + chunk * sums.size;
       for (int64_t task = begin; task < end; ++task) {
         const int64_t net = task / L, i = task % L + 1;
-        layer({net, net + 1}, i, grads + net * at.grad_size, sum, scratch);
-        middle(net, i, grads + net * at.grad_size, sum, scratch);
+        layer({net, net + 1}, i, grads + net * at.grad_size, sums[chunk], scratch);
+        middle(net, i, grads + net * at.grad_size, sums[chunk], scratch);
       }
     });
-    for (int64_t net = 0; net < s.B; ++net) connections(net, grads + net * at.grad_size, accumulators);
+    for (int64_t net = 0; net < s.B; ++net) connections(net, grads + net * at.grad_size, sums[0]);
     parallel.split(s.B * d, [&](int64_t chunk, int64_t begin, int64_t end) {
       Scratch<T> scratch = Scratch<T>::begin(need);
       for (int64_t task = begin; task < end; ++task)
-        chain(task / d, task % d, grads + task / d * at.grad_size, accumulators + chunk * sums.size, scratch);
+        chain(task / d, task % d, grads + task / d * at.grad_size, sums[chunk], scratch);
     });
   }
 
-  // Sum over threads, in the order of the threads.
-  const auto total = [&](int64_t offset, int64_t count, T* out) {
-    for (int64_t chunk = 1; chunk < chunks; ++chunk)
-      add(count, accumulators + chunk * sums.size + offset, accumulators + offset);
-    std::memcpy(out, accumulators + offset, count * sizeof(T));
-  };
-  parallel.split(2 * L, [&](int64_t, int64_t begin, int64_t end) {
-    for (int64_t k = begin; k < end; ++k) {
-      const int64_t i = k / 2 + 1, offset = sums.matrices[k];
-      if (k == 2 * L - 1) {
-        total(sums.psi, s.psi_size(), psi_bar);
-      } else if (k % 2 == 0 && 1 < i && i < L && s.n_L() > 1) {
-        for (int64_t chunk = 1; chunk < chunks; ++chunk)
-          add(s.e * 3 * d, accumulators + chunk * sums.size + offset, accumulators + offset);
-        transpose<T>(3 * d, s.e, accumulators + offset, s.e, matrices_bar[k], 3 * d);
-      } else {
-        total(offset, sums.matrices[k + 1] - offset, matrices_bar[k]);
-      }
+  // Sum over chunks, in their order; each thread takes a share of every array.
+  parallel.split(parallel.threads, [&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t k = 0; k < 2 * L; ++k) {
+      const auto at_k = [&](int64_t chunk) { return k == 2 * L - 1 ? sums[chunk].psi : sums[chunk].matrices[k]; };
+      const int64_t count = accumulator.counts[k], lines = (count + 15) / 16;
+      const int64_t first = lines * begin / parallel.threads * 16;
+      const int64_t last = std::min(count, lines * end / parallel.threads * 16);
+      for (int64_t chunk = 1; first < last && chunk < chunks; ++chunk)
+        add(last - first, at_k(chunk) + first, at_k(0) + first);
     }
   });
+  for (int64_t k = 0; k < 2 * L - 1; ++k)
+    if (accumulator.transposed(k)) transpose<T>(3 * d, s.e, sums[0].matrices[k], s.e, matrices_bar[k], 3 * d);
 }
 
 }  // namespace MAGEP_ISA

@@ -1,7 +1,9 @@
-// The one matrix product: C[m, n] (+)= sum_k A[m, k] B[k, n], A of any strides, rows of B and C contiguous.
+// The matrix products: gemm, C[m, n] (+)= sum_k A[m, k] B[k, n], A of any strides, rows of B and C contiguous, and
+// gemm_dot, C[m, n] (+)= sum_k A[m, k] B[n, k], rows of all three contiguous.
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "simd.h"
 
@@ -101,10 +103,14 @@ inline void row_block(int rows, int64_t K, Operand<T> a, const T* b, int64_t ldb
 
 // Rows of A in blocks of nearly equal height: 20 rows are 5 + 5 + 5 + 5, not 6 + 6 + 6 + 2.
 struct RowBlocks {
-  int64_t rows, count;
-  explicit RowBlocks(int64_t rows) : rows(rows), count((rows + kMaxRows - 1) / kMaxRows) {}
-  int64_t begin(int64_t r) const { return rows * r / count; }
-  int size(int64_t r) const { return static_cast<int>(begin(r + 1) - begin(r)); }
+  int64_t count, height, higher;  // the first `higher` blocks have one row more
+  explicit RowBlocks(int64_t rows) : count((rows + kMaxRows - 1) / kMaxRows) {
+    const uint32_t blocks = static_cast<uint32_t>(std::max<int64_t>(count, 1)), all = static_cast<uint32_t>(rows);
+    height = all / blocks;
+    higher = all % blocks;
+  }
+  int64_t begin(int64_t r) const { return r * height + std::min(r, higher); }
+  int size(int64_t r) const { return static_cast<int>(height + (r < higher)); }
 };
 
 // A transposed A (row_stride 1) is read with strides: keep K at 64 or less there, or its rows may share few cache sets.
@@ -140,8 +146,138 @@ void gemm(int64_t M, int64_t N, int64_t K, Operand<T> a, const T* b, int64_t ldb
   } while (k < K);
 }
 
+// [a's sums of pairs | b's], where a and b consist of kWidth / group groups: within each group the first half is added
+// to the second.
+template <typename T, int group, int... k>
+inline typename Simd<T>::Vec fold(typename Simd<T>::Vec a, typename Simd<T>::Vec b, std::integer_sequence<int, k...>) {
+  constexpr int half = group / 2;
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, (k / half * group + k % half)...) +
+         __builtin_shufflevector(a, b, (k / half * group + half + k % half)...);
+#else
+  typedef std::conditional_t<sizeof(T) == 4, int32_t, int64_t> Index __attribute__((vector_size(kVectorBytes)));
+  return __builtin_shuffle(a, b, Index{(k / half * group + k % half)...}) +
+         __builtin_shuffle(a, b, Index{(k / half * group + half + k % half)...});
+#endif
+}
+
+// The sums of kWidth vectors, as one vector in the same order.
+template <typename T, int group = Simd<T>::kWidth>
+inline typename Simd<T>::Vec sums(typename Simd<T>::Vec* v) {
+  if constexpr (group == 1) {
+    return v[0];
+  } else {
+#pragma GCC unroll 16
+    for (int k = 0; k < group / 2; ++k)
+      v[k] = fold<T, group>(v[2 * k], v[2 * k + 1], std::make_integer_sequence<int, Simd<T>::kWidth>{});
+    return sums<T, group / 2>(v);
+  }
+}
+
+// Blocks of MR x NR results, as many as a vector has lanes, each summed in a vector of its own along k.
+template <int MR, typename T>
+void gemm_dot_blocks(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
+                     int64_t ldc, bool accumulate) {
+  using Lanes = Simd<T>;
+  constexpr int W = Lanes::kWidth, NR = W / MR;
+  const int64_t whole = K / W * W;
+  for (int64_t n = 0; n < N; n += NR)
+    for (int64_t m = 0; m < M; m += MR) {
+      const T *left[MR], *right[NR];  // rows beyond the last one repeat it
+#pragma GCC unroll 16
+      for (int i = 0; i < MR; ++i) left[i] = a + std::min(m + i, M - 1) * lda;
+#pragma GCC unroll 16
+      for (int j = 0; j < NR; ++j) right[j] = b + std::min(n + j, N - 1) * ldb;
+      typename Lanes::Vec sum[W] = {};
+      const auto step = [&](auto&& load) {
+        typename Lanes::Vec x[NR];
+#pragma GCC unroll 16
+        for (int j = 0; j < NR; ++j) x[j] = load(right[j]);
+#pragma GCC unroll 16
+        for (int i = 0; i < MR; ++i) {
+          const auto y = load(left[i]);
+#pragma GCC unroll 16
+          for (int j = 0; j < NR; ++j) sum[i * NR + j] += y * x[j];
+        }
+      };
+      for (int64_t k = 0; k < whole; k += W) step([k](const T* row) { return Lanes::load(row + k); });
+      if (whole < K) step([&](const T* row) { return Lanes::load_first(row + whole, static_cast<int>(K - whole)); });
+      T results[W];
+      Lanes::store(results, sums<T>(sum));
+      const int64_t rows = std::min<int64_t>(MR, M - m), columns = std::min<int64_t>(NR, N - n);
+      for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < columns; ++j) {
+          T& to = c[(m + i) * ldc + n + j];
+          to = accumulate ? to + results[i * NR + j] : results[i * NR + j];
+        }
+    }
+}
+
+// For long rows, where neither operand is transposed yet. B, which may be large, is read once.
+template <typename T>
+void gemm_dot(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
+              bool accumulate) {
+  constexpr int W = Simd<T>::kWidth;
+  if (N == 1)
+    gemm_dot_blocks<W>(M, N, K, a, lda, b, ldb, c, ldc, accumulate);
+  else if (M == 1)
+    gemm_dot_blocks<1>(M, N, K, a, lda, b, ldb, c, ldc, accumulate);
+  else
+    gemm_dot_blocks<W >= 8 ? 4 : 2>(M, N, K, a, lda, b, ldb, c, ldc, accumulate);
+}
+
+// Whether gemm_dot takes fewer operations than gemm for a product with N columns and inner size K: a partly filled
+// vector costs gemm as much as a whole one, and adding up the lanes of a vector costs gemm_dot about four vectors.
+template <typename T>
+bool prefers_dot(int64_t N, int64_t K) {
+  constexpr int64_t W = Simd<T>::kWidth;
+  return N * (K + 4 * W) < (N + W - 1) / W * W * K;
+}
+
+// to[c, r] = from[r, c] for up to kSquare rows and columns; memory beyond them is neither read nor written.
+#if defined(__AVX512F__)
+constexpr int64_t kSquare = 16;
+inline void transpose_square(int rows, int columns, const float* from, int64_t ld_from, float* to, int64_t ld_to) {
+  __m512 r[16], s[16];
+  const __mmask16 row = static_cast<__mmask16>((1u << columns) - 1), column = static_cast<__mmask16>((1u << rows) - 1);
+#pragma GCC unroll 16
+  for (int k = 0; k < 16; ++k) r[k] = k < rows ? _mm512_maskz_loadu_ps(row, from + k * ld_from) : _mm512_setzero_ps();
+#pragma GCC unroll 16
+  for (int k = 0; k < 16; k += 2) {
+    s[k] = _mm512_unpacklo_ps(r[k], r[k + 1]);
+    s[k + 1] = _mm512_unpackhi_ps(r[k], r[k + 1]);
+  }
+#pragma GCC unroll 16
+  for (int k = 0; k < 16; k += 4) {
+    r[k] = _mm512_shuffle_ps(s[k], s[k + 2], 0x44);
+    r[k + 1] = _mm512_shuffle_ps(s[k], s[k + 2], 0xee);
+    r[k + 2] = _mm512_shuffle_ps(s[k + 1], s[k + 3], 0x44);
+    r[k + 3] = _mm512_shuffle_ps(s[k + 1], s[k + 3], 0xee);
+  }
+  // r[4 g + c]: columns c, 4 + c, 8 + c, 12 + c of rows 4 g ... 4 g + 3
+#pragma GCC unroll 16
+  for (int c = 0; c < 4; ++c) {
+    s[c] = _mm512_shuffle_f32x4(r[c], r[4 + c], 0x88);
+    s[4 + c] = _mm512_shuffle_f32x4(r[c], r[4 + c], 0xdd);
+    s[8 + c] = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0x88);
+    s[12 + c] = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int c = 0; c < 4; ++c) {
+    r[c] = _mm512_shuffle_f32x4(s[c], s[8 + c], 0x88);
+    r[4 + c] = _mm512_shuffle_f32x4(s[4 + c], s[12 + c], 0x88);
+    r[8 + c] = _mm512_shuffle_f32x4(s[c], s[8 + c], 0xdd);
+    r[12 + c] = _mm512_shuffle_f32x4(s[4 + c], s[12 + c], 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int k = 0; k < 16; ++k)
+    if (k < columns) _mm512_mask_storeu_ps(to + k * ld_to, column, r[k]);
+}
+#else
+constexpr int64_t kSquare = 8;
 #if defined(__AVX2__)
-inline void transpose_square(const float* from, int64_t ld_from, float* to, int64_t ld_to) {  // 8 x 8
+// Whole squares only: masked stores are slow on some processors of this level.
+inline void transpose_whole(const float* from, int64_t ld_from, float* to, int64_t ld_to) {
   __m256 r[8], s[8];
   for (int k = 0; k < 8; ++k) r[k] = _mm256_loadu_ps(from + k * ld_from);
   for (int k = 0; k < 8; k += 2) {
@@ -160,24 +296,24 @@ inline void transpose_square(const float* from, int64_t ld_from, float* to, int6
   }
 }
 #endif
+#endif
+template <typename T>
+inline void transpose_square(int rows, int columns, const T* from, int64_t ld_from, T* to, int64_t ld_to) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4)
+    if (rows == kSquare && columns == kSquare) return transpose_whole(from, ld_from, to, ld_to);
+#endif
+  for (int c = 0; c < columns; ++c)
+    for (int r = 0; r < rows; ++r) to[c * ld_to + r] = from[r * ld_from + c];
+}
 
 // to[c, r] = from[r, c]
 template <typename T>
 void transpose(int64_t rows, int64_t columns, const T* from, int64_t ld_from, T* to, int64_t ld_to) {
-  constexpr int64_t kSquare = 8;
   for (int64_t r = 0; r < rows; r += kSquare)
-    for (int64_t c = 0; c < columns; c += kSquare) {
-      const int64_t r_end = std::min(rows, r + kSquare), c_end = std::min(columns, c + kSquare);
-#if defined(__AVX2__)
-      if constexpr (sizeof(T) == 4)
-        if (r_end - r == kSquare && c_end - c == kSquare) {
-          transpose_square(from + r * ld_from + c, ld_from, to + c * ld_to + r, ld_to);
-          continue;
-        }
-#endif
-      for (int64_t cc = c; cc < c_end; ++cc)
-        for (int64_t rr = r; rr < r_end; ++rr) to[cc * ld_to + rr] = from[rr * ld_from + cc];
-    }
+    for (int64_t c = 0; c < columns; c += kSquare)
+      transpose_square(static_cast<int>(std::min(kSquare, rows - r)), static_cast<int>(std::min(kSquare, columns - c)),
+                       from + r * ld_from + c, ld_from, to + c * ld_to + r, ld_to);
 }
 
 }  // namespace MAGEP_ISA

@@ -47,27 +47,11 @@ inline void add(int64_t n, const T* x, T* out) {
   });
 }
 
-// out += a x
-template <typename T>
-inline void add_scaled(int64_t n, T a, const T* x, T* out) {
-  const auto scale = Simd<T>::broadcast(a);
-  for_lanes<T>(n, [&](int64_t k, auto count) {
-    store_lanes(out + k, load_lanes(out + k, count) + scale * load_lanes(x + k, count), count);
-  });
-}
-
 // out = a x
 template <typename T>
 inline void scale(int64_t n, T a, const T* x, T* out) {
   const auto factor = Simd<T>::broadcast(a);
   for_lanes<T>(n, [&](int64_t k, auto count) { store_lanes(out + k, factor * load_lanes(x + k, count), count); });
-}
-
-template <typename T>
-inline T dot(int64_t n, const T* x, const T* y) {
-  typename Simd<T>::Vec sum{};
-  for_lanes<T>(n, [&](int64_t k, auto count) { sum += load_lanes(x + k, count) * load_lanes(y + k, count); });
-  return Simd<T>::sum(sum);
 }
 
 // out[m, n, :] (+)= sum_k a[m, k, :] b[k, n, :], a small matrix product in every channel at once. Strides count

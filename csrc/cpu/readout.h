@@ -124,18 +124,16 @@ void features_backward(const Network<S, T>& x, const T* saved, const T* F_bar, T
   }
 }
 
-// out[net, r] = sum_k matrix[r, k] F[net, k]. F is read transposed, [k][net].
+// out[net, r] = sum_k matrix[r, k] F[net, k]
 template <typename S, typename T>
 void readout(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, Destination<S, T> out,
              const Parallel& parallel) {
-  thread_local std::vector<T> shared;
-  shared.resize(K * B + 2 * rows * B);
-  T *F_t = shared.data(), *sums = F_t + K * B, *sums_t = sums + rows * B;
-  transpose<T>(B, K, F, K, F_t, B);
+  thread_local std::vector<T> memory;
+  memory.resize(B * rows);
+  T* sums = memory.data();
   parallel.split(rows, [&](int64_t, int64_t begin, int64_t end) {
-    gemm<T>(end - begin, B, K, {matrix + begin * K, K, 1}, F_t, B, sums + begin * B, B, false);
-    transpose<T>(end - begin, B, sums + begin * B, B, sums_t + begin, rows);
-    for (int64_t net = 0; net < B; ++net) (out + (net * rows + begin)).store(sums_t + net * rows + begin, end - begin);
+    gemm_dot<T>(B, end - begin, K, F, K, matrix + begin * K, K, sums + begin, rows, false);
+    for (int64_t net = 0; net < B; ++net) (out + (net * rows + begin)).store(sums + net * rows + begin, end - begin);
   });
 }
 

@@ -33,16 +33,6 @@ struct Simd {
   static inline void store(T* p, Vec v) { std::memcpy(p, &v, sizeof v); }
   static inline Vec broadcast(T x) { return x - Vec{}; }
 
-  static inline T sum(Vec v) {
-    T lanes[kWidth];
-    store(lanes, v);
-#pragma GCC unroll 8
-    for (int half = kWidth / 2; half > 0; half /= 2)
-#pragma GCC unroll 8
-      for (int k = 0; k < half; ++k) lanes[k] += lanes[k + half];
-    return lanes[0];
-  }
-
   // The first n lanes, the others zero; memory behind them is not touched.
   static inline Vec load_first(const T* p, int n) {
     Vec v{};

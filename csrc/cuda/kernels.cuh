@@ -35,13 +35,6 @@ struct ForwardParameters {
   __device__ Writer<S> writer(int output) const { return {out[output], pre[output], activation}; }
 };
 
-// Zeros where `saved` is longer than the layout, so that equal calls leave equal memory.
-template <typename T>
-__device__ void clear_rest(const Shape& s, const Layout& at, T* saved, int64_t stride) {
-  const int64_t used = int64_t(at.size) * s.d + 1;
-  for_each(static_cast<int>(stride - used), [&](int k) { saved[used + k] = 0; });
-}
-
 // Output channels of one block of the fused kernel.
 constexpr int kSlice = Direct::kRows;
 
@@ -63,7 +56,6 @@ __global__ void __launch_bounds__(kThreads, 1) layer_fused(const __grid_constant
     if (slice == 0) {
       T* saved = p.saved + net * p.saved_stride;
       for_each(p.at.size * s.d + 1, [&](int k) { saved[k] = memory[k]; });
-      clear_rest(s, p.at, saved, p.saved_stride);
     }
     for (int output = 0; output + 1 < s.outputs(); ++output)
       mix_forward(Direct{}, s, output, net, e_first, count, p.matrices[output], x, weights.weight(output / 2 + 1),
@@ -94,7 +86,6 @@ __global__ void __launch_bounds__(kThreads, 1) layer_chain(const __grid_constant
   const GlobalWeights<S> weights{s, p.W, blockIdx.x};
   chain_forward(Staged<MixTile<T>>{buffers}, s, weights, p.b, blockIdx.x, 1, s.equivariant(), x);
   connect(s, Connections<const T>{s, p.psi, c}, 1, x);
-  if (c == 0) clear_rest(s, p.at, x.base, p.saved_stride);
 }
 
 // Rows of a readout that a block computes.

@@ -1,37 +1,21 @@
 // The operators of csrc/ops.cpp for CUDA tensors: argument checks, allocation and registration on the torch stable ABI.
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 #include <torch_device.h>
 
-#include <string>
 #include <vector>
 
-#include "cpu/layout.h"
+#include "arguments.h"
 #include "cuda/launchers.h"
 
 namespace {
 
+using magep::ScalarType;
 using magep::Shape;
+using magep::Sizes;
+using magep::Tensor;
 using namespace magep::cuda;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Sizes = std::vector<int64_t>;
 using Tensors = std::vector<Tensor>;
-
-std::string text(const Sizes& sizes) {
-  std::string out = "[";
-  for (size_t k = 0; k < sizes.size(); ++k) out += (k ? ", " : "") + std::to_string(sizes[k]);
-  return out + "]";
-}
-
-Sizes sizes_of(const Tensor& x) {
-  Sizes sizes;
-  for (int64_t k = 0; k < x.dim(); ++k) sizes.push_back(x.size(k));
-  return sizes;
-}
 
 // One operator call: its sizes, its device, and the contiguous tensors it reads.
 class Call {
@@ -39,22 +23,13 @@ class Call {
   Call(const char* op, int operation, const Tensors& weights, const Tensors& biases, int64_t out_channels,
        int64_t activation = MAGEP_NONE)
       : op_(op),
-        like_(first_of(op, operation, weights, biases)),
-        shape_{like_.size(0), like_.size(1), out_channels, {}} {
-    STD_TORCH_CHECK(MAGEP_NONE <= activation && activation <= MAGEP_SIN, op,
-                    ": activation must be 0 (none), 1 (relu), 2 (tanh) or 3 (sin); found ", activation);
-    STD_TORCH_CHECK(shape_.d >= 1 && shape_.e >= 1, op, ": expected at least one channel in and out; found ", shape_.d,
-                    " and ", shape_.e);
-    shape_.n.push_back(like_.size(3));
-    for (size_t i = 0; i < weights.size(); ++i) {
-      STD_TORCH_CHECK(weights[i].dim() == 4, op, ": weights[", i, "] must have rank 4; found ", weights[i].dim());
-      shape_.n.push_back(weights[i].size(2));
-    }
-    for (int64_t n : shape_.n) STD_TORCH_CHECK(n >= 1, op, ": every width must be at least 1");
+        shape_(magep::claimed_shape(op, weights, biases, out_channels, operation == MAGEP_CHAIN ? 1 : 2)),
+        like_(weights[0]) {
+    magep::check_activation(op, activation);
     call_ = {operation,   dtype_number(), static_cast<int>(activation),     shape_.B,
              shape_.d,    shape_.e,       static_cast<int>(weights.size()), shape_.n.data(),
              /*tiled=*/0, nullptr};
-    const auto shapes = feature_shapes(shape_.d);
+    const auto shapes = feature_shapes(shape_, shape_.d);
     const auto middle = shapes.begin() + shape_.L();
     weights_ = take(weights, "weights", {shapes.begin(), middle}, dtype());
     biases_ = take(biases, "biases", {middle, shapes.end()}, dtype());
@@ -71,14 +46,6 @@ class Call {
     return size;
   }
 
-  // Weights, then biases.
-  std::vector<Sizes> feature_shapes(int64_t channels) const {
-    std::vector<Sizes> shapes;
-    for (int64_t i = 1; i <= shape_.L(); ++i) shapes.push_back({shape_.B, channels, shape_.n[i], shape_.n[i - 1]});
-    for (int64_t i = 1; i <= shape_.L(); ++i) shapes.push_back({shape_.B, channels, shape_.n[i]});
-    return shapes;
-  }
-
   // Pointers of tensors that must have these shapes and this dtype. Copies are kept until the call ends; the caching
   // allocator hands their memory out in stream order.
   std::vector<void*> take(const Tensors& tensors, const char* name, const std::vector<Sizes>& shapes,
@@ -89,10 +56,7 @@ class Call {
     for (size_t k = 0; k < tensors.size(); ++k) {
       const Tensor& x = tensors[k];
       const bool here = on_device(x) && x.get_device_index() == like_.get_device_index();
-      STD_TORCH_CHECK(here && x.scalar_type() == dtype && sizes_of(x) == shapes[k], op_, ": ", name, "[", k,
-                      "] must be a ", kDeviceName, " tensor of shape ", text(shapes[k]), " and dtype ",
-                      torch::headeronly::toString(dtype), "; found shape ", text(sizes_of(x)), " and dtype ",
-                      torch::headeronly::toString(x.scalar_type()), here ? "" : " on another device");
+      magep::check(x, here, kDeviceName, op_, magep::item(name, k), shapes[k], dtype);
       kept_.push_back(x.is_contiguous() ? x : torch::stable::contiguous(x));
       pointers.push_back(kept_.back().data_ptr());
     }
@@ -138,14 +102,6 @@ class Call {
   }
 
  private:
-  static const Tensor& first_of(const char* op, int operation, const Tensors& weights, const Tensors& biases) {
-    const size_t fewest = operation == MAGEP_CHAIN ? 1 : 2;
-    STD_TORCH_CHECK(weights.size() >= fewest && weights.size() == biases.size(), op,
-                    ": expected as many weights as biases, at least ", fewest, " of each");
-    STD_TORCH_CHECK(weights[0].dim() == 4, op, ": weights[0] must have rank 4; found ", weights[0].dim());
-    STD_TORCH_CHECK(on_device(weights[0]), op, ": weights[0] must be a ", kDeviceName, " tensor");
-    return weights[0];
-  }
   int dtype_number() const {
     switch (dtype()) {
       case ScalarType::Float: return MAGEP_F32;
@@ -157,38 +113,14 @@ class Call {
   }
 
   const char* op_;
-  Tensor like_;
   Shape shape_;
+  Tensor like_;
   MagepCudaCall call_;
   Tensors kept_;
   std::vector<void*> weights_, biases_;
 };
 
 int64_t no_workspace(const MagepCudaCall*) { return 0; }
-
-std::vector<Sizes> chain_shapes(const Shape& s) {
-  std::vector<Sizes> shapes;
-  for (int64_t i = 1; i <= s.L(); ++i) shapes.push_back({s.B, s.d, s.n[i], s.columns(i) - 1});
-  for (int64_t t = 1; t < s.L(); ++t) shapes.push_back({s.B, s.d, s.n_L(), s.n[t]});
-  return shapes;
-}
-
-std::vector<Sizes> matrix_shapes(const Shape& s, bool equivariant) {
-  if (!equivariant) return {{s.e, s.readout_columns()}};
-  std::vector<Sizes> shapes;
-  for (int64_t i = 1; i <= s.L(); ++i) {
-    const bool last = i == s.L();
-    shapes.push_back(last     ? Sizes{s.e * s.n_L(), 3 * s.n_L() * s.d}
-                     : i == 1 ? Sizes{s.e * s.n_0(), s.hidden_columns(1)}
-                              : Sizes{s.e, 3 * s.d});
-    shapes.push_back(last ? Sizes{s.e * s.n_L(), s.readout_columns()} : Sizes{s.e, s.hidden_columns(i)});
-  }
-  return shapes;
-}
-
-Sizes psi_shape(const Shape& s, bool equivariant) {
-  return {equivariant ? s.num_pairs() : s.L(), s.n_0() + 1, s.n_L(), s.d};
-}
 
 Tensors chain(Tensors weights, Tensors biases) {
   Call call("magep_fast::chain", MAGEP_CHAIN, weights, biases, 1);
@@ -205,7 +137,7 @@ Tensors chain_backward(Tensors grads, Tensors weights, Tensors biases) {
   Call call("magep_fast::chain_backward", MAGEP_CHAIN, weights, biases, 1);
   const auto bars = call.take(grads, "grads", chain_shapes(call.shape()), call.dtype());
   Tensors results;
-  const auto out = call.allocate(results, call.feature_shapes(call.shape().d), call.dtype());
+  const auto out = call.allocate(results, feature_shapes(call.shape(), call.shape().d), call.dtype());
   call.run([](const MagepCudaCall* c) { return magep_cuda_chain_workspace(c, 1); },
            [&](const MagepCudaCall* c, const MagepCudaNetworks* networks, void* workspace) {
              return magep_cuda_chain_backward(c, bars.data(), bars.data() + c->layers, networks, out.data(),
@@ -236,7 +168,7 @@ Tensors layer_backward(Call& call, bool equivariant, const std::vector<void*>& b
   const auto kept = call.take({saved}, "saved", {{s.B, call.saved_size()}}, call.computation());
   const MagepCudaParameters parameters{phi.data(), connections[0]};
   Tensors results;
-  const auto x_bar = call.allocate(results, call.feature_shapes(s.d), call.dtype());
+  const auto x_bar = call.allocate(results, feature_shapes(s, s.d), call.dtype());
   const auto phi_bar = call.allocate(results, phi_shapes, call.computation());
   const auto psi_bar = call.allocate(results, {psi_shape(s, equivariant)}, call.computation());
   call.run(magep_cuda_layer_backward_workspace, [&](const MagepCudaCall* c, const MagepCudaNetworks* networks,
@@ -244,10 +176,7 @@ Tensors layer_backward(Call& call, bool equivariant, const std::vector<void*>& b
     return magep_cuda_layer_backward(c, bars.data(), known.data(), networks, &parameters, kept[0], call.saved_size(),
                                      x_bar.data(), x_bar.data() + c->layers, phi_bar.data(), psi_bar[0], workspace);
   });
-  for (size_t k = x_bar.size(); k < results.size(); ++k) {
-    if (call.empty()) torch::stable::zero_(results[k]);
-    if (call.dtype() != call.computation()) results[k] = torch::stable::to(results[k], call.dtype());
-  }
+  magep::finish_gradients(results, x_bar.size(), s.B, call.dtype());
   return results;
 }
 
@@ -256,10 +185,10 @@ Tensors equivariant(Tensors weights, Tensors biases, Tensors matrices, Tensor ps
   Call call("magep_fast::equivariant", MAGEP_EQUIVARIANT, weights, biases, out_channels, activation);
   const Shape& s = call.shape();
   Tensors results;
-  const auto out = call.allocate(results, call.feature_shapes(s.e), call.dtype());
+  const auto out = call.allocate(results, feature_shapes(s, s.e), call.dtype());
   const auto saved = call.allocate(results, {{s.B, call.saved_size()}}, call.computation());
   std::vector<void*> before;
-  if (training && activation == MAGEP_SIN) before = call.allocate(results, call.feature_shapes(s.e), call.dtype());
+  if (training && activation == MAGEP_SIN) before = call.allocate(results, feature_shapes(s, s.e), call.dtype());
   layer_forward(call, true, matrices, psi, Call::interleaved(out), Call::interleaved(before), saved[0]);
   return results;
 }
@@ -267,7 +196,7 @@ Tensors equivariant(Tensors weights, Tensors biases, Tensors matrices, Tensor ps
 Tensors equivariant_backward(Tensors grads, Tensors weights, Tensors biases, Tensors matrices, Tensor psi, Tensor saved,
                              Tensors known, int64_t out_channels, int64_t activation) {
   Call call("magep_fast::equivariant_backward", MAGEP_EQUIVARIANT, weights, biases, out_channels, activation);
-  const auto shapes = call.feature_shapes(call.shape().e);
+  const auto shapes = feature_shapes(call.shape(), call.shape().e);
   const auto bars = call.take(grads, "grads", shapes, call.dtype());
   std::vector<void*> given;
   if (activation != MAGEP_NONE) given = call.take(known, "known", shapes, call.dtype());
@@ -276,8 +205,7 @@ Tensors equivariant_backward(Tensors grads, Tensors weights, Tensors biases, Ten
 
 Tensors invariant(Tensors weights, Tensors biases, Tensor matrix, Tensor psi) {
   const char* op = "magep_fast::invariant";
-  STD_TORCH_CHECK(matrix.dim() == 2, op, ": matrix must have rank 2; found ", matrix.dim());
-  Call call(op, MAGEP_INVARIANT, weights, biases, matrix.size(0));
+  Call call(op, MAGEP_INVARIANT, weights, biases, magep::rows_of(op, matrix));
   const Shape& s = call.shape();
   Tensors results;
   const auto out = call.allocate(results, {{s.B, s.e}}, call.dtype());
@@ -288,8 +216,7 @@ Tensors invariant(Tensors weights, Tensors biases, Tensor matrix, Tensor psi) {
 
 Tensors invariant_backward(Tensor grad, Tensors weights, Tensors biases, Tensor matrix, Tensor psi, Tensor saved) {
   const char* op = "magep_fast::invariant_backward";
-  STD_TORCH_CHECK(matrix.dim() == 2, op, ": matrix must have rank 2; found ", matrix.dim());
-  Call call(op, MAGEP_INVARIANT, weights, biases, matrix.size(0));
+  Call call(op, MAGEP_INVARIANT, weights, biases, magep::rows_of(op, matrix));
   const auto bars = call.take({grad}, "grad", {{call.shape().B, call.shape().e}}, call.dtype());
   return layer_backward(call, false, bars, {}, {matrix}, psi, saved);
 }

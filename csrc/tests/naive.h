@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <string>
 
 #include "check.h"
 
@@ -233,4 +234,31 @@ inline double inner_product(const std::vector<double>& x, const std::vector<doub
   double sum = 0;
   for (size_t k = 0; k < x.size(); ++k) sum += x[k] * y[k];
   return sum;
+}
+
+inline Tensors naive_outputs(const magep::Shape& s, bool equivariant, magep::Activation f, const Inputs& x) {
+  Tensors out = equivariant ? naive_equivariant(s, x) : Tensors{naive_invariant(s, x)};
+  for (auto& tensor : out)
+    for (double& value : tensor) value = naive_activation(f, value);
+  return out;
+}
+
+// Each gradient of <seeds, outputs()> along a random direction against the difference of the outputs as defined.
+template <typename Outputs>
+void check_differences(const std::vector<std::vector<double>*>& inputs, const Tensors& seeds, const Tensors& gradients,
+                       const Outputs& outputs, const std::string& name, double tolerance = 1e-5) {
+  constexpr double kStep = 1e-5;
+  for (size_t k = 0; k < inputs.size(); ++k) {
+    const std::vector<double> before = *inputs[k], direction = Inputs::random(before.size());
+    double difference = 0, scale = 0;
+    for (int sign : {1, -1}) {
+      for (size_t at = 0; at < before.size(); ++at) (*inputs[k])[at] = before[at] + sign * kStep * direction[at];
+      const Tensors moved = outputs();
+      for (size_t o = 0; o < moved.size(); ++o) difference += sign * inner_product(seeds[o], moved[o]) / (2 * kStep);
+    }
+    *inputs[k] = before;
+    for (size_t at = 0; at < before.size(); ++at) scale += std::abs(gradients[k][at] * direction[at]);
+    const double error = std::abs(inner_product(gradients[k], direction) - difference);
+    CHECK(error <= tolerance * scale + 1e-7, "%s: gradient %zu is off by %g of %g", name.c_str(), k, error, scale);
+  }
 }

@@ -91,29 +91,15 @@ void test_chain(const Shape& s, Operation operation) {
   for (int64_t c = 0; c < s.d; ++c)
     chain_backward(network, 0, c, suffix, saved.data(), grad.data(), psi_bar.data(), W_bar.data(), b_bar.data(), true,
                    scratch);
-  std::vector<const std::vector<double>*> gradients;
-  for (const auto* group : {&W_bars, &b_bars})
-    for (const auto& tensor : *group) gradients.push_back(&tensor);
+  Tensors gradients = W_bars;
+  gradients.insert(gradients.end(), b_bars.begin(), b_bars.end());
+  gradients.push_back(psi_bar);
   std::vector<std::vector<double>*> inputs;
   for (Tensors* group : {&x.W, &x.b})
     for (auto& tensor : *group) inputs.push_back(&tensor);
-  gradients.push_back(&psi_bar);
   inputs.push_back(&x.psi);
-  for (size_t k = 0; k < inputs.size(); ++k) {
-    constexpr double kStep = 1e-5;
-    const std::vector<double> before = *inputs[k], direction = Inputs::random(before.size());
-    double difference = 0;
-    for (int sign : {1, -1}) {
-      for (size_t i = 0; i < before.size(); ++i) (*inputs[k])[i] = before[i] + sign * kStep * direction[i];
-      difference += sign * functional(s, at, x, seed) / (2 * kStep);
-    }
-    *inputs[k] = before;
-    double scale = 0;
-    for (size_t i = 0; i < before.size(); ++i) scale += std::abs((*gradients[k])[i] * direction[i]);
-    const double error = std::abs(inner_product(*gradients[k], direction) - difference);
-    CHECK(error <= 1e-5 * scale + 1e-7, "L=%d, operation %d: gradient %zu is off by %g of %g", int(s.L()),
-          int(operation), k, error, scale);
-  }
+  const std::string name = "L=" + std::to_string(s.L()) + ", operation " + std::to_string(int(operation));
+  check_differences(inputs, {{1}}, gradients, [&] { return Tensors{{functional(s, at, x, seed)}}; }, name);
 }
 
 }  // namespace

@@ -83,17 +83,6 @@ std::vector<double> spread_psi(const Shape& s, const std::vector<double>& own) {
   return psi;
 }
 
-double activate(int f, double x) {
-  return f == MAGEP_RELU ? std::max(x, 0.0) : f == MAGEP_TANH ? std::tanh(x) : f == MAGEP_SIN ? std::sin(x) : x;
-}
-
-Tensors expected_outputs(const Shape& s, bool equivariant, int activation, const Inputs& x) {
-  Tensors out = equivariant ? naive_equivariant(s, x) : Tensors{naive_invariant(s, x)};
-  for (auto& tensor : out)
-    for (double& value : tensor) value = activate(activation, value);
-  return out;
-}
-
 // How a layer is run: which kernels, on which device, in which order of threads.
 struct Setting {
   bool tiled = false;
@@ -186,32 +175,15 @@ void check_same(const Results& found, const Results& expected, const std::string
   CHECK(found.gradients == expected.gradients, "%s: gradients depend on the order of threads", name.c_str());
 }
 
-// Each gradient along a random direction against the difference of the outputs as defined.
-void check_differences(const Shape& s, bool equivariant, int activation, Inputs& x, const Tensors& seeds,
-                       const Tensors& gradients, const std::string& name) {
-  constexpr double kStep = 1e-5;
-  const auto tensors = x.tensors();
-  for (size_t k = 0; k < tensors.size(); ++k) {
-    const std::vector<double> before = *tensors[k], direction = Inputs::random(before.size());
-    double difference = 0, scale = 0;
-    for (int sign : {1, -1}) {
-      for (size_t at = 0; at < before.size(); ++at) (*tensors[k])[at] = before[at] + sign * kStep * direction[at];
-      const Tensors moved = expected_outputs(s, equivariant, activation, x);
-      for (size_t o = 0; o < moved.size(); ++o) difference += sign * inner_product(seeds[o], moved[o]) / (2 * kStep);
-    }
-    *tensors[k] = before;
-    for (size_t at = 0; at < before.size(); ++at) scale += std::abs(gradients[k][at] * direction[at]);
-    const double error = std::abs(inner_product(gradients[k], direction) - difference);
-    CHECK(error <= 2e-5 * scale + 1e-7, "%s: gradient %zu is off by %g of %g", name.c_str(), k, error, scale);
-  }
-}
-
 struct Case {
   Inputs x;
   Tensors expected, seeds;
   Case(const Shape& s, bool equivariant, int activation)
-      : x(s, equivariant), expected(expected_outputs(s, equivariant, activation, x)) {
+      : x(s, equivariant), expected(outputs(s, equivariant, activation)) {
     for (const auto& out : expected) seeds.push_back(Inputs::random(out.size()));
+  }
+  Tensors outputs(const Shape& s, bool equivariant, int activation) const {
+    return naive_outputs(s, equivariant, static_cast<magep::Activation>(activation), x);
   }
 };
 
@@ -226,7 +198,10 @@ void test_layer(const Shape& s, bool equivariant, int activation = MAGEP_NONE) {
     const std::string name = name_of((kind + (tiled ? ", tiled" : ", small")).c_str(), s);
     exact.push_back(run_in(double{}, {tiled}));
     check_close(exact.back().outputs, c.expected, 1e-12, name + "outputs");
-    if (!tiled) check_differences(s, equivariant, activation, c.x, c.seeds, exact[0].gradients, name);
+    if (!tiled)
+      check_differences(
+          c.x.tensors(), c.seeds, exact[0].gradients, [&] { return c.outputs(s, equivariant, activation); }, name,
+          2e-5);
     check_close(exact.back().gradients, exact[0].gradients, 1e-11, name + "gradients");
     CHECK(exact.back().forward_launches <= 2 && exact.back().backward_launches <= 4, "%s: %d and %d launches",
           name.c_str(), int(exact.back().forward_launches), int(exact.back().backward_launches));
@@ -356,21 +331,9 @@ void test_chain(const Shape& s) {
     check_close(single.first, expected, 1e-4, name);
     for (uint64_t seed : {1, 2})
       CHECK(run_chain<float>(s, x, seeds, {tiled, 0, seed}) == single, "%s: depends on the order", name.c_str());
-    for (size_t k = 0; k < inputs.size(); ++k) {
-      const std::vector<double> before = *inputs[k], direction = Inputs::random(before.size());
-      double difference = 0, scale = 0;
-      for (int sign : {1, -1}) {
-        for (size_t at = 0; at < before.size(); ++at) (*inputs[k])[at] = before[at] + sign * 1e-5 * direction[at];
-        const Tensors moved = naive_chain(s, x);
-        for (size_t o = 0; o < moved.size(); ++o) difference += sign * inner_product(seeds[o], moved[o]) / 2e-5;
-      }
-      *inputs[k] = before;
-      for (size_t at = 0; at < before.size(); ++at) scale += std::abs(found.second[k][at] * direction[at]);
-      const double error = std::abs(inner_product(found.second[k], direction) - difference);
-      CHECK(error <= 1e-5 * scale + 1e-7, "%s: gradient %zu is off by %g of %g", name.c_str(), k, error, scale);
-      CHECK(relative_error(single.second[k], found.second[k]) <= 1e-4 || scale == 0, "%s: gradient %zu in float",
-            name.c_str(), k);
-    }
+    check_differences(inputs, seeds, found.second, [&] { return naive_chain(s, x); }, name);
+    for (size_t k = 0; k < inputs.size(); ++k)
+      CHECK(relative_error(single.second[k], found.second[k]) <= 1e-4, "%s: gradient %zu in float", name.c_str(), k);
   }
 }
 
@@ -409,6 +372,64 @@ void test_messages() {
   expect(whole, "found n_1 = 0");
 }
 
+// The same for every pointer of a layer, null and misaligned, forward and backward.
+void test_layer_messages() {
+  const int64_t widths[] = {1, 1, 1};
+  const MagepCudaCall call{MAGEP_EQUIVARIANT, MAGEP_F32, MAGEP_SIN, 1, 1, 1, 2, widths, 0, nullptr};
+  std::vector<float> numbers(4096);
+  void* const good = numbers.data();
+  std::vector<void*> W(2, good), b(2, good), matrices(4, good), out(4, good), pre(4, good), W_bar(2, good),
+      b_bar(2, good), matrix_bar(4, good), out_bar(4, good);
+  std::vector<void*> psi(1, good), saved(1, good), psi_bar(1, good), workspace(1, good);
+  int64_t stride = magep_cuda_saved_size(&call);
+  const auto forward = [&] {
+    const MagepCudaNetworks networks{W.data(), b.data()};
+    const MagepCudaParameters parameters{matrices.data(), psi[0]};
+    return magep_cuda_layer_forward(&call, &networks, &parameters, out.data(), pre.data(), saved[0], stride);
+  };
+  const auto backward = [&] {
+    const MagepCudaNetworks networks{W.data(), b.data()};
+    const MagepCudaParameters parameters{matrices.data(), psi[0]};
+    return magep_cuda_layer_backward(&call, out_bar.data(), pre.data(), &networks, &parameters, saved[0], stride,
+                                     W_bar.data(), b_bar.data(), matrix_bar.data(), psi_bar[0], workspace[0]);
+  };
+  const auto expect = [&](const char* found, const std::string& text) {
+    CHECK(found && std::strstr(found, text.c_str()), "expected \"%s\", found \"%s\"", text.c_str(),
+          found ? found : "success");
+  };
+  const int64_t before = host_cuda::device.launches;
+  const auto refuse = [&](std::vector<void*>& pointers, const char* name, const auto& launcher) {
+    const std::string last = std::string(name) + "[" + std::to_string(pointers.size() - 1) + "]";
+    pointers.back() = nullptr;
+    expect(launcher(), last + " is a null pointer");
+    pointers.back() = reinterpret_cast<char*>(good) + 2;
+    expect(launcher(), last + " must be aligned to its elements of 4 bytes");
+    pointers.back() = good;
+  };
+  refuse(W, "weights", forward);
+  refuse(b, "biases", forward);
+  refuse(matrices, "matrices", forward);
+  refuse(psi, "psi", forward);
+  refuse(out, "outputs", forward);
+  refuse(pre, "pre", forward);
+  refuse(saved, "saved", forward);
+  refuse(W, "weights", backward);
+  refuse(matrices, "matrices", backward);
+  refuse(psi, "psi", backward);
+  refuse(out_bar, "output_grads", backward);
+  refuse(pre, "given", backward);
+  refuse(saved, "saved", backward);
+  refuse(W_bar, "weight_grads", backward);
+  refuse(b_bar, "bias_grads", backward);
+  refuse(matrix_bar, "matrix_grads", backward);
+  refuse(psi_bar, "psi_grad", backward);
+  refuse(workspace, "workspace", backward);
+  --stride;
+  expect(forward(), "saved has too few numbers per network");
+  expect(backward(), "saved has too few numbers per network");
+  CHECK(host_cuda::device.launches == before, "a kernel was launched");
+}
+
 int draw(int low, int high) { return std::uniform_int_distribution<int>(low, high)(generator); }
 
 Shape random_shape() {
@@ -422,6 +443,7 @@ Shape random_shape() {
 
 int main() {
   test_messages();
+  test_layer_messages();
   for (const Shape& s : std::vector<Shape>{
            {1, 1, 1, {3, 2}}, {2, 2, 1, {2, 3, 2}}, {2, 3, 1, {1, 9, 17, 8, 1}}, {1, 2, 1, {2, 33, 70, 7, 3}}})
     test_chain(s);

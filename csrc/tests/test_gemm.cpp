@@ -51,6 +51,30 @@ void test_gemm() {
 }
 
 template <typename T>
+void check_gemm_dot(int64_t M, int64_t N, int64_t K, int64_t padding, bool accumulate) {
+  const int64_t ld = K + padding, ldc = N + padding;
+  const auto a = random_integers<T>((M - 1) * ld + K), b = random_integers<T>((N - 1) * ld + K);
+  std::vector<T> c((M - 1) * ldc + N, T(kUntouched)), expected = c;
+  for (int64_t m = 0; m < M; ++m)
+    for (int64_t n = 0; n < N; ++n) {
+      T& sum = expected[m * ldc + n];
+      c[m * ldc + n] = sum = static_cast<T>(m - n);
+      if (!accumulate) sum = 0;
+      for (int64_t k = 0; k < K; ++k) sum += a[m * ld + k] * b[n * ld + k];
+    }
+  gemm_dot<T>(M, N, K, a.data(), ld, b.data(), ld, c.data(), ldc, accumulate);
+  CHECK(c == expected, "M=%d N=%d K=%d padding=%d accumulate=%d", int(M), int(N), int(K), int(padding), accumulate);
+}
+
+template <typename T>
+void test_gemm_dot() {
+  for (int64_t M = 1; M <= 18; ++M)
+    for (int64_t N = 1; N <= 18; ++N)
+      for (int64_t K : {1, 2, 3, 7, 8, 15, 16, 17, 40, 64})
+        for (bool accumulate : {false, true}) check_gemm_dot<T>(M, N, K, (M + N + K) % 3, accumulate);
+}
+
+template <typename T>
 void test_transpose() {
   for (int64_t rows = 1; rows <= 40; ++rows)
     for (int64_t columns = 1; columns <= 40; ++columns) {
@@ -77,13 +101,7 @@ void test_lanes() {
         "add_product", [&](T* out) { add_product(n, x.data(), y.data(), out); },
         [&](int64_t k) { return start[k] + x[k] * y[k]; });
     check("add", [&](T* out) { add(n, x.data(), out); }, [&](int64_t k) { return start[k] + x[k]; });
-    check(
-        "add_scaled", [&](T* out) { add_scaled(n, T(3), x.data(), out); },
-        [&](int64_t k) { return start[k] + 3 * x[k]; });
     check("scale", [&](T* out) { scale(n, T(3), x.data(), out); }, [&](int64_t k) { return 3 * x[k]; });
-    T sum = 0;
-    for (int64_t k = 0; k < n; ++k) sum += x[k] * y[k];
-    CHECK(dot(n, x.data(), y.data()) == sum, "dot, n=%d", int(n));
   }
 }
 
@@ -120,6 +138,7 @@ void test_lane_gemm() {
 template <typename T>
 void test_all() {
   test_gemm<T>();
+  test_gemm_dot<T>();
   test_transpose<T>();
   test_lanes<T>();
   test_lane_gemm<T>();

@@ -10,6 +10,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from magep_fast.spaces import WeightFeatures
+
 AUTO = "auto"
 ENVIRONMENT_VARIABLE = "MAGEP_FAST_BACKEND"
 
@@ -96,9 +98,11 @@ class use_backend:
         _forced = self.before
 
 
-def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, size: int = 0) -> Backend:
+def choose_backend(
+    requested: str, device: torch.device, dtype: torch.dtype, features: WeightFeatures | None = None
+) -> Backend:
     """The backend that runs: the forced one, else the requested one, else that of the environment, else the best for
-    networks of `size` numbers each."""
+    features of this size."""
     name = _forced or (requested if requested != AUTO else os.environ.get(ENVIRONMENT_VARIABLE, AUTO))
     if check_backend(name) != AUTO:
         backend = _backends[name]
@@ -111,6 +115,7 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype, siz
             continue
         if backend.hands_over is not None:
             other, most = backend.hands_over
+            size = 0 if features is None else features.numbers_per_network
             if other in _backends and _automatic(_backends[other], device, dtype) and size > most:
                 return _backends[other]
         return backend

@@ -25,5 +25,5 @@ def chain(features: WeightFeatures, backend: str = "auto") -> tuple[list[Tensor]
     if dtype is not None:
         with torch.autocast(features.device.type, enabled=False):
             return chain(features.to(dtype), backend)
-    chosen = choose_backend(backend, features.device, features.dtype, features.numbers_per_network)
+    chosen = choose_backend(backend, features.device, features.dtype, features)
     return chosen.chain(features.weights, features.biases)

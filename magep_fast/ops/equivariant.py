@@ -35,5 +35,5 @@ def equivariant(
         with torch.autocast(features.device.type, enabled=False):
             psi = None if psi is None else psi.to(dtype)
             return equivariant(table, features.to(dtype), [m.to(dtype) for m in matrices], psi, activation, backend)
-    chosen = choose_backend(backend, features.device, features.dtype, features.numbers_per_network)
+    chosen = choose_backend(backend, features.device, features.dtype, features)
     return WeightFeatures(*chosen.equivariant(table, features.weights, features.biases, matrices, psi, activation))

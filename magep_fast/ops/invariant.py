@@ -28,5 +28,5 @@ def invariant(
             return invariant(
                 table, features.to(dtype), matrix.to(dtype), None if psi is None else psi.to(dtype), backend
             )
-    chosen = choose_backend(backend, features.device, features.dtype, features.numbers_per_network)
+    chosen = choose_backend(backend, features.device, features.dtype, features)
     return chosen.invariant(table, features.weights, features.biases, matrix, psi)
