@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -12,7 +11,6 @@ from benchmarks.peers.mlp import Flatten, numbers
 from benchmarks.tasks.task import BuildSystem, Task
 from magep_fast import WeightSpace
 from magep_fast.models import FashionClassification, InrClassification, mlp
-from magep_fast.permutation import FourierFeatures, PositionEncoding
 
 CLASSES = 10
 
@@ -41,23 +39,13 @@ def _nfn(
     kind: str, space: WeightSpace, channels: int = 256, layers: int = 3, fourier: int = 256, hidden: int = 1000
 ) -> nn.Module:
     """NP or HNP of Zhou et al. 2023: Gaussian Fourier features, positions for NP, layers with ReLU, pool, MLP."""
-    from nfn.layers import HNPLinear, HNPPool, NPLinear, TupleOp
+    from nfn.layers import HNPPool
 
-    from benchmarks.peers.nfn_layers import Chain, network_spec
+    from benchmarks.peers.nfn_layers import Chain, EncodedLayers
 
-    encoders: list[nn.Module] = [FourierFeatures(1, fourier)]
-    inputs = fourier
-    if kind == "np":
-        position = PositionEncoding(space)
-        encoders.append(position)
-        inputs += position.channels
-    spec = network_spec(space)
-    layer = NPLinear if kind == "np" else HNPLinear
-    widths = [inputs, *(channels,) * layers]
-    body = [x for d, e in pairwise(widths) for x in (layer(spec, d, e), TupleOp(nn.ReLU()))]
-    pooled = channels * HNPPool.get_num_outs(spec)
-    head = mlp(pooled, hidden, hidden, CLASSES, dropout=0.1)
-    return nn.Sequential(*encoders, Chain(space, [*body, HNPPool(spec), nn.Flatten(), head]))
+    parts = EncodedLayers(kind, space, channels, layers, fourier, layer_positions=True)
+    head = mlp(channels * HNPPool.get_num_outs(parts.spec), hidden, hidden, CLASSES, dropout=0.1)
+    return nn.Sequential(*parts.encoders, Chain(space, [*parts.body, HNPPool(parts.spec), nn.Flatten(), head]))
 
 
 def _monomial(space: WeightSpace, settings: dict[str, Any]) -> nn.Module:

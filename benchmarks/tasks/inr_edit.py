@@ -5,7 +5,6 @@ The metric is the mean square error of the edited SIREN's image against the edit
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from benchmarks.tasks.task import BuildSystem, Task
 from magep_fast import WeightFeatures, WeightSpace
 from magep_fast.convert import from_nfn
 from magep_fast.models import Edit, StyleEditing, mlp
-from magep_fast.permutation import FourierFeatures, LearnedScale, PositionEncoding
+from magep_fast.permutation import LearnedScale
 
 Change = Literal["dilate", "contrast"]
 SIZES = {1: 28, 3: 32}
@@ -99,22 +98,11 @@ def _nfn(
     start_scale: float = 0.01,
 ) -> nn.Module:
     """NP or HNP of Zhou et al. 2023: Fourier features, positions for NP, layers with ReLU, one to a single channel."""
-    from nfn.layers import HNPLinear, NPLinear, TupleOp
+    from benchmarks.peers.nfn_layers import Chain, EncodedLayers
 
-    from benchmarks.peers.nfn_layers import Chain, network_spec
-
-    encoders: list[nn.Module] = [FourierFeatures(1, fourier)]
-    inputs = fourier
-    if kind == "np":
-        position = PositionEncoding(space, layers=False)
-        encoders.append(position)
-        inputs += position.channels
-    spec = network_spec(space)
-    layer = NPLinear if kind == "np" else HNPLinear
-    widths = [inputs, *(np_channels,) * np_layers]
-    body = [x for d, e in pairwise(widths) for x in (layer(spec, d, e), TupleOp(nn.ReLU()))]
-    change = Chain(space, [*body, layer(spec, np_channels, 1), FromNfn()])
-    return Edit(nn.Sequential(*encoders, change, LearnedScale(space, start_scale)))
+    parts = EncodedLayers(kind, space, np_channels, np_layers, fourier, layer_positions=False)
+    change = Chain(space, [*parts.body, parts.layer(np_channels, 1), FromNfn()])
+    return Edit(nn.Sequential(*parts.encoders, change, LearnedScale(space, start_scale)))
 
 
 SYSTEMS: dict[str, BuildSystem] = {
