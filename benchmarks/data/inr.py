@@ -105,6 +105,8 @@ def _alternate(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 class SirenMaker:
     """Shards of SIRENs. Training, validation and test networks are of different images."""
 
+    rows = "SIRENs"
+
     def __init__(self, images: Images, count: int, per_shard: int, seed: int, settings: Fit):
         self.images, self.per_shard, self.seed, self.settings = images, per_shard, seed, settings
         num_test = min(round(count * TEST_SHARE), len(images.test))

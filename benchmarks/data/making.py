@@ -18,9 +18,13 @@ from magep_fast import WeightFeatures
 
 
 class Maker(Protocol):
-    """Makes the shards of a data set, each from its number alone, so that it does not matter who makes which when."""
+    """Makes the shards of a data set, each from its number alone, so that it does not matter who makes which when.
+
+    `rows` says what a row of the data set is.
+    """
 
     manifest: Manifest
+    rows: str
 
     def shard(self, number: int) -> tuple[WeightFeatures, dict[str, Tensor], str]: ...
 
@@ -62,6 +66,6 @@ def make(maker: Maker, folder: Path, arguments: argparse.Namespace) -> None:
     minutes = (time.monotonic() - start) / 60
     left = len(data.missing())
     console.print(
-        f"{folder}: {made} networks made in {minutes:.1f} minutes, {made / max(minutes, 1e-9):.0f} a minute; "
+        f"{folder}: {made} {maker.rows} made in {minutes:.1f} minutes, {made / max(minutes, 1e-9):.0f} a minute; "
         + (f"{left} of {maker.manifest.shards} shards missing, run again to go on" if left else "complete")
     )

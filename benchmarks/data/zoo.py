@@ -113,6 +113,8 @@ class Optimiser:
 class ZooMaker:
     """Shards of CNNs, all checkpoints of a network in the same one."""
 
+    rows = "checkpoints"
+
     def __init__(
         self,
         images: Images,
