@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ast
-import csv
-import gzip
 from itertools import pairwise
 from pathlib import Path
 
-import numpy
 import torch
 from torch import Tensor
 
+from benchmarks.data.readers import read_cnn_zoo
 from magep_fast import WeightFeatures, WeightSpace
 
 CNN = WeightSpace((1, 16, 16, 16, 10), (9, 9, 9, 1))
-FINAL_STEP = "86"
 
 
 def make_networks(space: WeightSpace, count: int, seed: int = 0) -> WeightFeatures:
@@ -41,33 +37,6 @@ def make_classes(networks: WeightFeatures, classes: int = 10) -> Tensor:
 
 
 def read_zoo(folder: Path, activation: str, count: int) -> tuple[WeightFeatures, Tensor]:
-    """The first `count` fully trained networks with this activation, and their test accuracies `[N, 1]`.
-
-    The folder holds weights.npy, layout.csv and metrics.csv.gz as published.
-    """
-    missing = [name for name in ("weights.npy", "layout.csv", "metrics.csv.gz") if not (folder / name).exists()]
-    if missing:
-        raise FileNotFoundError(f"{folder} has no {', '.join(missing)}; expected the folder of one data set of the zoo")
-    with gzip.open(folder / "metrics.csv.gz", "rt", newline="") as file:
-        metrics = list(csv.DictReader(file))
-    chosen = [
-        k
-        for k, row in enumerate(metrics)
-        if float(row["step"]) == float(FINAL_STEP) and row["config.activation"] == activation
-    ][:count]
-    if not chosen:
-        found = sorted({row["config.activation"] for row in metrics})
-        raise ValueError(f"{folder} has no network with activation {activation!r} at step {FINAL_STEP}; it has {found}")
-    rows = torch.from_numpy(numpy.load(folder / "weights.npy", mmap_mode="r")[chosen].astype(numpy.float32))
-    weights, biases = [], []
-    with (folder / "layout.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            block = rows[:, int(row["start_idx"]) : int(row["end_idx"])]
-            shape = ast.literal_eval(row["shape"])
-            if row["varname"].endswith("bias:0"):
-                biases.append(block.unsqueeze(1).contiguous())
-            else:  # [..., in, out], the kernel's positions first
-                kernel = block.reshape(len(chosen), -1, *shape[-2:])
-                weights.append(kernel.transpose(2, 3).contiguous())
-    accuracies = [float(metrics[k]["test_accuracy"]) for k in chosen]
-    return WeightFeatures(weights, biases), torch.tensor(accuracies).unsqueeze(1)
+    """The first `count` fully trained networks of a zoo with this activation, and their accuracies `[N, 1]`."""
+    networks = read_cnn_zoo(folder, activation)[:count]
+    return networks.features, networks.columns["accuracy"].unsqueeze(1)

@@ -6,12 +6,13 @@ paper's formulas, and three frequency bands rather than its text. Both can be se
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from magep_fast.layers import Activation, MagepEquivariant, MagepInvariant, MonomialEquivariant
 from magep_fast.permutation import FourierFeatures, LearnedScale, NPEquivariant, NPPool, PositionEncoding
@@ -24,12 +25,14 @@ class Config:
 
     Args:
         share_Wb: one [Wb] coefficient for all t; see `MagepEquivariant`.
+        terms: of the MAGEP layers; "linear" makes them Monomial-NFN, the values of `ABLATION` give the paper's study.
         learn_psi: whether the connections Ψ, ψ are trained. The authors' code freezes those of equivariant layers.
         init: of the MAGEP layers, "unit" or "xavier_normal".
         backend: of the MAGEP layers.
     """
 
     share_Wb: bool = True
+    terms: str | tuple[str, ...] = "all"
     learn_psi: bool = True
     init: str = "unit"
     backend: str = "auto"
@@ -50,10 +53,54 @@ class Config:
     def _options(self) -> dict[str, Any]:
         return {
             "share_Wb": self.share_Wb,
+            "terms": self.terms,
             "learn_psi": self.learn_psi,
             "init": self.init,
             "backend": self.backend,
         }
+
+
+class UnitPaths(nn.Module):
+    """Networks divided by their scale s, W_i / s and b_i / s^i, and log s `[B, 1]` beside them.
+
+    s is such that the absolute values of all paths from an input or a bias to an output sum to what they would in a
+    network of unit variance. That sum is invariant to permutations, positive scales and signs, so the division respects
+    every symmetry. A ReLU network computes its old function over s^L: of a classifier, all decisions stay. What it buys
+    is range: MAGEP layers multiply the weights of all layers, so a few of them overflow on networks of large weights.
+    """
+
+    def __init__(self, space: WeightSpace):
+        super().__init__()
+        fans = [m * f for m, f in zip(space.widths[:-1], space.taps, strict=True) if m is not None]
+        if len(fans) < space.num_layers:
+            raise ValueError(f"the scale of networks needs every width; some are open in {space}")
+        # Of weights of variance 1/fan the absolute values of a row sum to √(2 fan / π) on average.
+        self.log_unit = math.log(space.n_out) + sum(0.5 * math.log(2 * fan / math.pi) for fan in fans)
+
+    def forward(self, features: WeightFeatures) -> tuple[WeightFeatures, Tensor]:
+        paths = features.weights[0].new_ones(features.batch_size, features.weights[0].shape[-1], 1)
+        for w, b in zip(features.weights, features.biases, strict=True):
+            paths = w.abs().sum(1) @ paths + b.abs().sum(1).unsqueeze(-1)
+        smallest = torch.finfo(features.dtype).tiny
+        log_scale = (paths.sum((1, 2)).clamp_min(smallest).log() - self.log_unit) / features.num_layers
+        shrink = (-log_scale).exp()
+        divided = WeightFeatures(
+            (w * shrink.view(-1, 1, 1, 1) for w in features.weights),
+            (b * shrink.view(-1, 1, 1) ** i for i, b in enumerate(features.biases, start=1)),
+        )
+        return divided, log_scale.unsqueeze(1)
+
+
+class UnitPathInvariants(nn.Module):
+    """Invariants `[B, n]` of networks divided by their scale, brought to zero mean and unit variance, and log s."""
+
+    def __init__(self, space: WeightSpace, invariants: nn.Module, count: int):
+        super().__init__()
+        self.divide, self.invariants, self.norm = UnitPaths(space), invariants, nn.LayerNorm(count)
+
+    def forward(self, features: WeightFeatures) -> Tensor:
+        divided, log_scale = self.divide(features)
+        return torch.cat([self.norm(self.invariants(divided)), log_scale], dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +109,9 @@ class CnnGeneralization(Config):
 
     Monomial layer 1 → channels, which brings kernels to one feature per connection, equivariant layers with the
     activation, an invariant layer, an MLP of two hidden layers, a sigmoid.
+
+    Args:
+        unit_paths: divide networks by their scale first, see `UnitPaths`. For networks of very different scales.
     """
 
     activation: Literal["relu", "tanh"] = "relu"
@@ -69,16 +119,18 @@ class CnnGeneralization(Config):
     layers: int = 2
     invariants: int = 20
     hidden: int = 500
+    unit_paths: bool = False
 
     def build(self, space: WeightSpace) -> nn.Sequential:
         c, flat = self.channels, space.with_taps(1)
-        return nn.Sequential(
+        layers = [
             self.monomial(space, 1, c),
             *(self.equivariant(flat, c, c, self.activation) for _ in range(self.layers)),
             self.invariant(flat, c, self.invariants),
-            mlp(self.invariants, self.hidden, self.hidden, 1),
-            nn.Sigmoid(),
-        )
+        ]
+        if self.unit_paths:
+            layers = [UnitPathInvariants(space, nn.Sequential(*layers), self.invariants)]
+        return nn.Sequential(*layers, mlp(self.invariants + self.unit_paths, self.hidden, self.hidden, 1), nn.Sigmoid())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,12 +63,14 @@ def write_zoo(folder, networks, activations, steps):
     rows, layout = [], []
     for network in networks:
         row = []
-        for layer in (m for m in network if isinstance(m, (nn.Conv2d, nn.Linear))):
+        for place, layer in enumerate(m for m in network if isinstance(m, (nn.Conv2d, nn.Linear))):
             order = (2, 3, 1, 0) if layer.weight.dim() == 4 else (1, 0)
             for name, x in (("bias:0", layer.bias), ("kernel:0", layer.weight.permute(order))):
                 if len(rows) == 0:
                     start = sum(len(part) for part in row)
-                    layout.append((f"x/{name}", start, start + x.numel(), x.numel(), tuple(x.shape)))
+                    layout.append(
+                        (f"sequential/layer_{place}/{name}", start, start + x.numel(), x.numel(), tuple(x.shape))
+                    )
                 row.append(x.detach().flatten().numpy())
         rows.append(numpy.concatenate(row))
     numpy.save(folder / "weights.npy", numpy.stack(rows))

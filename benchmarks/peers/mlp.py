@@ -16,9 +16,13 @@ class Flatten(nn.Module):
         return torch.cat([x.flatten(1) for x in features.tensors()], dim=1)
 
 
-def build(space: WeightSpace) -> nn.Module:
+def numbers(space: WeightSpace) -> int:
+    """Weights and biases of a network of this space."""
     widths = [n for n in space.widths if n is not None]
     if len(widths) != len(space.widths):
         raise ValueError(f"an MLP needs every width; some are open in {space}")
-    numbers = sum(n * (m * f + 1) for (m, n), f in zip(pairwise(widths), space.taps, strict=True))
-    return nn.Sequential(Flatten(), accuracy_head(numbers, hidden=1000))
+    return sum(n * (m * f + 1) for (m, n), f in zip(pairwise(widths), space.taps, strict=True))
+
+
+def build(space: WeightSpace) -> nn.Module:
+    return nn.Sequential(Flatten(), accuracy_head(numbers(space), hidden=1000))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import pairwise
 
 from nfn.common import ArraySpec, NetworkSpec, WeightSpaceFeatures
+from nfn.layers import HNPLinear, NPLinear, TupleOp
 from torch import nn
 
 from magep_fast import WeightFeatures, WeightSpace
+from magep_fast.permutation import FourierFeatures, PositionEncoding
 
 
 def network_spec(space: WeightSpace) -> NetworkSpec:
@@ -37,3 +40,26 @@ class Chain(nn.Sequential):
 
     def __init__(self, space: WeightSpace, layers: Iterable[nn.Module]):
         super().__init__(ToNfn(space), *layers)
+
+
+class EncodedLayers:
+    """What NP and HNP of Zhou et al. 2023 have in common on SIRENs.
+
+    Args:
+        kind: "np" or "hnp".
+        layer_positions: whether the positions, which NP gets, tell layers apart.
+
+    `encoders` are Gaussian Fourier features and positions, `body` the layers with ReLU, `layer` makes one more.
+    """
+
+    def __init__(self, kind: str, space: WeightSpace, channels: int, layers: int, fourier: int, layer_positions: bool):
+        self.spec = network_spec(space)
+        self.encoders: list[nn.Module] = [FourierFeatures(1, fourier)]
+        inputs = fourier
+        if kind == "np":
+            position = PositionEncoding(space, layers=layer_positions)
+            self.encoders.append(position)
+            inputs += position.channels
+        self.layer = partial(NPLinear if kind == "np" else HNPLinear, self.spec)
+        widths = [inputs, *(channels,) * layers]
+        self.body = [x for d, e in pairwise(widths) for x in (self.layer(d, e), TupleOp(nn.ReLU()))]

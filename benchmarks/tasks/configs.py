@@ -1,0 +1,97 @@
+"""Settings of training: the paper's, and small ones for two cores. Any other is a JSON file of the same form."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tasks.loop import Settings
+
+Config = dict[str, Any]
+
+CONFIGS: dict[str, dict[str, Config]] = {
+    "generalization": {
+        "paper": {"steps": 37_850, "batch_size": 8, "learning_rate": 1e-3, "evaluate_every": 757, "patience": 10},
+        "small": {
+            "steps": 1000,
+            "batch_size": 16,
+            "learning_rate": 2e-3,
+            "schedule": "cosine",
+            "warmup": 100,
+            "evaluate_every": 250,
+            "models": {"MAGEP": {"unit_paths": True, "init": "xavier_normal"}},
+        },
+    },
+    "inr-classify": {
+        "paper": {"steps": 200_000, "batch_size": 32, "learning_rate": 1e-4, "evaluate_every": 3000},
+        "small": {
+            "steps": 1000,
+            "batch_size": 32,
+            "learning_rate": 1e-3,
+            "schedule": "cosine",
+            "warmup": 100,
+            "evaluate_every": 250,
+            "models": {
+                "NP": {"channels": 32, "fourier": 64, "hidden": 500},
+                "HNP": {"channels": 32, "fourier": 64, "hidden": 500},
+                "Monomial-NFN": {"channels": 16, "np_channels": 32, "fourier": 64},
+                "MAGEP": {"channels": 24, "layers": 2, "hidden": 500},
+                "MAGEP-NP": {"channels": 16, "np_channels": 32, "fourier": 64},
+            },
+        },
+    },
+    "inr-edit": {
+        "paper": {"steps": 50_000, "batch_size": 32, "learning_rate": 1e-3, "evaluate_every": 1000},
+        "small": {
+            "steps": 300,
+            "batch_size": 32,
+            "learning_rate": 1e-3,
+            "schedule": "cosine",
+            "warmup": 50,
+            "evaluate_every": 100,
+            "models": {
+                "NP": {"np_channels": 32, "fourier": 64},
+                "HNP": {"np_channels": 32, "fourier": 64},
+                "Monomial-NFN": {"np_channels": 32, "fourier": 64},
+                "MAGEP": {"np_channels": 32, "fourier": 64},
+            },
+        },
+    },
+}
+"""By task and name. `models` has what differs from the paper's sizes, by model; all else are fields of `Settings`.
+
+MAGEP in "small" divides networks by their scale: among those that `data zoo` makes are some of very large weights.
+"""
+
+
+def read_config(task: str, name: str) -> Config:
+    """The config of this name, or in this JSON file."""
+    if name in CONFIGS[task]:
+        return CONFIGS[task][name]
+    path = Path(name)
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        known = ", ".join(CONFIGS[task])
+        raise FileNotFoundError(f"no config {name!r} of {task}: expected one of {known}, or a JSON file") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    known_fields = {field.name for field in fields(Settings)} - {"model"} | {"models"}
+    unknown, missing = (
+        set(config) - known_fields,
+        {"steps", "batch_size", "learning_rate", "evaluate_every"} - set(config),
+    )
+    if unknown or missing:
+        raise ValueError(
+            f"{path} has unknown keys {sorted(unknown)}, lacks {sorted(missing)}; known are {sorted(known_fields)}"
+        )
+    return config
+
+
+def settings(config: Config, system: str, **changes: Any) -> Settings:
+    """Settings for one model; changes that are None are none."""
+    plain = {key: value for key, value in config.items() if key != "models"}
+    plain |= {key: value for key, value in changes.items() if value is not None}
+    return Settings(**plain, model=config.get("models", {}).get(system.partition(":")[0], {}))
