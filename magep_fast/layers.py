@@ -21,6 +21,7 @@ class _PolynomialLayer(nn.Module):
     """Parameters of a table: one matrix per output, and the connections `psi`."""
 
     psi: nn.Parameter | None
+    _accepted: list[object] | None = None  # the signature of the last features that were checked
 
     def __init__(
         self,
@@ -35,7 +36,6 @@ class _PolynomialLayer(nn.Module):
         self.table = table
         self.init = init
         self.backend = check_backend(backend)
-        self._accepted: list[object] | None = None  # the signature of the last features that were checked
         for output in table.outputs:
             self.register_parameter(output.name, nn.Parameter(torch.empty(output.shape, device=device, dtype=dtype)))
         if table.pairs:
@@ -63,24 +63,27 @@ class _PolynomialLayer(nn.Module):
 
     def _check(self, features: WeightFeatures) -> None:
         """Raises unless the layer can take the features; those shaped as at the call before are known to be good."""
-        if torch.compiler.is_compiling():
-            return self._check_all(features)
-        signature = self._signature(features)
-        if signature is None or signature != self._accepted:
+        signature = None if torch.compiler.is_compiling() else self._signature(features)
+        if signature is None:
+            self._check_all(features)
+        elif signature != self._accepted:
             self._check_all(features)
             self._accepted = signature
 
     def _signature(self, features: WeightFeatures) -> list[object] | None:
-        """All that `_check_all` looks at, or None for features that are none."""
+        """All that `_check_all` looks at, or None for what is worth a full check: no features, or symbolic sizes."""
         if not isinstance(features, WeightFeatures):
             return None
-        first = getattr(self, self.table.outputs[0].name)
-        tensors = [first, *features.weights, *features.biases]
-        return [
-            len(features.weights),
-            autocast_dtype(features),
-            *((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in tensors),
-        ]
+        parameter = getattr(self, self.table.outputs[0].name)
+        signature: list[object] = [len(features.weights), parameter.dtype, parameter.device]
+        for x in (*features.weights, *features.biases):
+            if not isinstance(x, Tensor) or any(type(n) is not int for n in x.shape):
+                return None
+            signature.append((x.shape, x.dtype, x.device))
+        return [*signature, autocast_dtype(features)] if features.biases else None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_accepted"}
 
     def _check_all(self, features: WeightFeatures) -> None:
         if not isinstance(features, WeightFeatures):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from magep_fast import (
     Activation,
@@ -518,3 +519,36 @@ def test_shared_Wb_has_fewer_parameters():
         readout = 2 * 3 * 2 * 2 * (2 if kind is MagepEquivariant else 1)  # 2 of 3 t: d·n_L columns, e (·n_L) rows
         hidden = 3 * 2 if kind is MagepEquivariant else 0  # 1 of 2 t in layer 3
         assert fewer == readout + hidden
+
+
+def test_features_are_checked_again_when_anything_about_them_changes():
+    layer = MagepInvariant(WeightSpace((2, 3, 1)), 2, 4)
+    good = random_features(WeightSpace((2, 3, 1)), 2, 5, torch.float32)
+    wide = random_features(WeightSpace((2, 4, 1)), 2, 5, torch.float32)
+    for _ in range(2):
+        layer(good)
+        with pytest.raises(ValueError, match="expected"):
+            layer(wide)
+        with pytest.raises(ValueError, match="float64"):
+            layer(good.to(torch.float64))
+    layer(good)
+    layer.double()
+    with pytest.raises(ValueError, match="float32"):
+        layer(good)
+    with pytest.raises(ValueError, match="has 2 layers; the features have 0"):
+        layer(WeightFeatures([], []))
+    with pytest.raises(TypeError, match="must be a tensor"):
+        layer(WeightFeatures([None] * 2, [None] * 2))
+
+
+def test_tracing_with_symbolic_sizes_leaves_nothing_in_the_layer():
+    layer = MagepInvariant(WeightSpace((2, None, 1)), 2, 4, backend="torch")
+    features = random_features(WeightSpace((2, 3, 1)), 2, 5, torch.float32)
+    layer(features)
+    trace = make_fx(
+        lambda *x: layer(WeightFeatures(x[:2], x[2:])), tracing_mode="symbolic", _allow_non_fake_inputs=True
+    )
+    graph = trace(*features.tensors())
+    pickle.loads(pickle.dumps(layer))
+    wider = random_features(WeightSpace((2, 6, 1)), 2, 7, torch.float32)
+    torch.testing.assert_close(graph(*wider.tensors()), layer(wider))

@@ -58,7 +58,7 @@ struct EquivariantCall {
     int64_t middle = 0;
     for (int64_t i = 2; i < L; ++i) {
       const Tile tile(s, i, sizeof(T));
-      middle = std::max(middle, (6 * s.d + 3 * s.e + 16) * tile.ld() + 2 * s.d * (s.rank() + 1) * wide + 3 * s.d * s.e);
+      middle = std::max(middle, (6 * s.d + 2 * s.e + 16) * tile.ld() + s.d * s.rank() * wide + 3 * s.d * s.e);
       const int64_t ld = single_output_rows(i) * s.n[i - 1] + 16;
       middle = std::max(middle, (4 * s.n[i] + s.n[i - 1]) * s.d + 5 * s.d * s.e + (3 * s.d + 2 * s.e) * ld +
                                     2 * kMaxRows * single_output_rows(i) * s.d + 256);
@@ -343,7 +343,7 @@ struct EquivariantCall {
     });
   }
 
-  // matrix_bar is accumulated transposed, [3 d][e].
+  // matrix_bar is accumulated transposed, [3 d][e], unless n_L = 1.
   void middle_backward(int64_t net, int64_t i, Incoming<S, T> out_bar, const T* saved, T* grad, S* W_bar, T* matrix_bar,
                        T* psi_bar, Scratch<T> scratch) const {
     const Shape& s = x.s;
@@ -638,9 +638,9 @@ struct Sums {
 
 struct Accumulator {
   const Shape& s;
-  std::vector<int64_t> counts, offsets,
-      own;  // of weight_1, bias_1, ..., weight_L, psi; own: where the first chunk's lie
-  int64_t size = 0, own_size = 0;
+  std::vector<int64_t> counts, offsets;  // of weight_1, bias_1, ..., weight_L, psi, in the memory of a chunk
+  std::vector<int64_t> first_offsets;    // of what the first chunk does not sum in the results
+  int64_t size = 0, first_size = 0;
 
   explicit Accumulator(const Shape& s) : s(s) {
     for (int64_t i = 1; i <= s.L(); ++i) {
@@ -652,19 +652,19 @@ struct Accumulator {
     for (size_t k = 0; k < counts.size(); ++k) {
       offsets.push_back(size);
       size += counts[k];
-      own.push_back(own_size);
-      if (transposed(static_cast<int64_t>(k))) own_size += counts[k];
+      first_offsets.push_back(first_size);
+      if (transposed(static_cast<int64_t>(k))) first_size += counts[k];
     }
   }
   bool transposed(int64_t k) const { return k % 2 == 0 && 0 < k && k < 2 * s.L() - 2 && s.n_L() > 1; }
-  int64_t memory(int64_t chunks) const { return own_size + (chunks - 1) * size; }
+  int64_t memory(int64_t chunks) const { return first_size + (chunks - 1) * size; }
 
   template <typename T>
   Sums<T> of(int64_t chunk, T* memory, T* const* matrices, T* psi) const {
     Sums<T> sums;
     for (size_t k = 0; k < counts.size(); ++k) {
-      T* at = chunk > 0                             ? memory + own_size + (chunk - 1) * size + offsets[k]
-              : transposed(static_cast<int64_t>(k)) ? memory + own[k]
+      T* at = chunk > 0                             ? memory + first_size + (chunk - 1) * size + offsets[k]
+              : transposed(static_cast<int64_t>(k)) ? memory + first_offsets[k]
               : k + 1 == counts.size()              ? psi
                                                     : matrices[k];
       std::fill(at, at + counts[k], T(0));
