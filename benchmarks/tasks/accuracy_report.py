@@ -8,11 +8,12 @@ from benchmarks.tasks import paper
 from benchmarks.tasks.command import mean_and_deviation
 
 Row = dict[str, str]
+NOTES = "notes.md"
 ORDER = ("MLP", "STATNN", "NP", "HNP", "Monomial-NFN", "MAGEP")
 
 
 def write(folder: Path, rows: list[Row]) -> None:
-    """accuracy.md and its pictures."""
+    """accuracy.md and its pictures; what people have to say about the runs, in notes.md, goes into it."""
     sections = ["# Accuracy", _preface(rows)]
     for activation in ("relu", "tanh"):
         plain = _of(rows, "generalization", activation)
@@ -31,6 +32,8 @@ def write(folder: Path, rows: list[Row]) -> None:
             sections.append(
                 "MAGEP, seed 0, first test networks: before, after, target.\n\n![edited images](dilate.png)"
             )
+    if (folder / NOTES).exists():
+        sections.append((folder / NOTES).read_text().strip())
     sections.append(_all_runs(rows))
     (folder / "accuracy.md").write_text("\n\n".join(sections) + "\n")
 
@@ -38,7 +41,7 @@ def write(folder: Path, rows: list[Row]) -> None:
 def _preface(rows: list[Row]) -> str:
     cpus = ", ".join(sorted({r["cpu"] for r in rows}))
     return (
-        "Written by `python -m benchmarks accuracy` from `runs.csv`, which has every run. Networks are made here, "
+        "Written by `python -m benchmarks accuracy` from `runs.csv`. Networks are made here, "
         f"models are small and trained for few steps on {cpus}: the paper's figures, of its own data sets and longer "
         "training, stand beside ours for orientation. Mean ± deviation over seeds."
     )
