@@ -146,7 +146,7 @@ def test_batches_of_networks_of_distinct_sizes_differ_from_epoch_to_epoch():
     epochs = [list(sampler) for _ in range(20)]
     assert len({frozenset(map(frozenset, epoch)) for epoch in epochs}) > 15
     for epoch in epochs:
-        assert len(epoch) == len(sampler) and sorted(sum(epoch, [])) == list(range(16))
+        assert len(epoch) == len(sampler) and sorted(k for batch in epoch for k in batch) == list(range(16))
         assert not any({0, 15} <= set(batch) for batch in epoch)  # the narrowest with the widest
 
 
