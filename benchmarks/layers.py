@@ -165,9 +165,9 @@ def run(arguments: argparse.Namespace) -> None:
     for column in ("forward ms", "fwd+bwd ms", "p20–p80", "speed-up", "peak MB", "memory", "ops", "× floor"):
         table.add_column(column, justify="right")
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("timing", total=len(LAYERS) * len(arguments.shapes) * arguments.repeats)
+        task = progress.add_task("timing", total=len(arguments.layers) * len(arguments.shapes) * arguments.repeats)
         try:
-            for kind in LAYERS:
+            for kind in arguments.layers:
                 for key in arguments.shapes:
                     progress.update(task, description=f"{kind} {key}")
                     rows = measure(
@@ -217,6 +217,7 @@ def _add_to(table: Table, key: str, rows: list[dict[str, object]]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", nargs="+", choices=list(LAYERS), default=list(LAYERS), help="which layers")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="which shapes")
     parser.add_argument("--repeats", type=int, default=20, help="timed calls of each implementation (default 20)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
