@@ -1,5 +1,5 @@
 import random
-from itertools import pairwise
+from itertools import chain, pairwise
 from re import escape
 
 import pytest
@@ -146,7 +146,7 @@ def test_batches_of_networks_of_distinct_sizes_differ_from_epoch_to_epoch():
     epochs = [list(sampler) for _ in range(20)]
     assert len({frozenset(map(frozenset, epoch)) for epoch in epochs}) > 15
     for epoch in epochs:
-        assert len(epoch) == len(sampler) and sorted(sum(epoch, [])) == list(range(16))
+        assert len(epoch) == len(sampler) and sorted(chain(*epoch)) == list(range(16))
         assert not any({0, 15} <= set(batch) for batch in epoch)  # the narrowest with the widest
 
 
