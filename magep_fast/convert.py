@@ -51,7 +51,10 @@ def from_modules(modules: nn.Module | Iterable[nn.Module]) -> WeightFeatures:
 
 
 def to_modules(features: WeightFeatures, modules: nn.Module | Iterable[nn.Module]) -> None:
-    """Writes features of one channel into the networks, in place: the inverse of `from_modules`."""
+    """Writes features of one channel into the networks, in place: the inverse of `from_modules`.
+
+    A layer used in several places takes equal features only.
+    """
     networks = [modules] if isinstance(modules, nn.Module) else list(modules)
     _unpack(features, [chained_layers(network) for network in networks], "modules")
 
