@@ -226,14 +226,6 @@ void gemm_dot(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T*
     gemm_dot_blocks<W >= 8 ? 4 : 2>(M, N, K, a, lda, b, ldb, c, ldc, accumulate);
 }
 
-// Whether gemm_dot takes fewer operations than gemm for a product with N columns and inner size K: a partly filled
-// vector costs gemm as much as a whole one, and adding up the lanes of a vector costs gemm_dot about four vectors.
-template <typename T>
-bool prefers_dot(int64_t N, int64_t K) {
-  constexpr int64_t W = Simd<T>::kWidth;
-  return N * (K + 4 * W) < (N + W - 1) / W * W * K;
-}
-
 // to[c, r] = from[r, c] for up to kSquare rows and columns; memory beyond them is neither read nor written.
 #if defined(__AVX512F__)
 constexpr int64_t kSquare = 16;
@@ -314,6 +306,28 @@ void transpose(int64_t rows, int64_t columns, const T* from, int64_t ld_from, T*
     for (int64_t c = 0; c < columns; c += kSquare)
       transpose_square(static_cast<int>(std::min(kSquare, rows - r)), static_cast<int>(std::min(kSquare, columns - c)),
                        from + r * ld_from + c, ld_from, to + c * ld_to + r, ld_to);
+}
+
+// Numbers of B that gemm_transposed takes at once, unless one row is longer than a few of these.
+constexpr int64_t kTransposedBlock = 4096;
+inline int64_t transposed_space(int64_t K) { return std::max<int64_t>(kTransposedBlock, kSquare * K); }
+
+// C[m, n] (+)= sum_k A[m, k] B[n, k], rows of all three contiguous, by gemm_dot or by transposing B and gemm, whichever
+// takes fewer cycles: a block of gemm_dot adds up the lanes of its sums, gemm pays for the empty lanes of a vector.
+// `space` holds transposed_space(K) numbers.
+template <typename T>
+void gemm_transposed(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
+                     int64_t ldc, bool accumulate, T* space) {
+  constexpr int64_t W = Simd<T>::kWidth;
+  const int64_t by_dot = (M + 3) / 4 * ((4 * N + W - 1) / W) * (K + 3 * W);
+  const int64_t by_gemm = M * ((N + W - 1) / W) * K + 13 * N * K / (2 * W) + 150;
+  if (by_dot < by_gemm) return gemm_dot<T>(M, N, K, a, lda, b, ldb, c, ldc, accumulate);
+  const int64_t size = std::max(kSquare, kTransposedBlock / K / kSquare * kSquare);
+  for (int64_t n = 0; n < N; n += size) {
+    const int64_t columns = std::min(size, N - n);
+    transpose<T>(columns, K, b + n * ldb, ldb, space, columns);
+    gemm<T>(M, columns, K, {a, lda, 1}, space, columns, c + n, ldc, accumulate);
+  }
 }
 
 }  // namespace MAGEP_ISA
