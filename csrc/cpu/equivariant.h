@@ -58,7 +58,8 @@ struct EquivariantCall {
     int64_t middle = 0;
     for (int64_t i = 2; i < L; ++i) {
       const Tile tile(s, i, sizeof(T));
-      middle = std::max(middle, (6 * s.d + 2 * s.e + 16) * tile.ld() + s.d * s.rank() * wide + 3 * s.d * s.e);
+      middle =
+          std::max(middle, (6 * s.d + s.e + 16) * tile.ld() + s.d * s.rank() * wide + 3 * s.d * s.e + kTransposedBlock);
       const int64_t ld = single_output_rows(i) * s.n[i - 1] + 16;
       middle = std::max(middle, (4 * s.n[i] + s.n[i - 1]) * s.d + 5 * s.d * s.e + (3 * s.d + 2 * s.e) * ld +
                                     2 * kMaxRows * single_output_rows(i) * s.d + 256);
@@ -355,7 +356,7 @@ struct EquivariantCall {
     T* data = scratch.take(3 * d * ld);
     T* data_bar = scratch.take(2 * d * ld);
     T* bar = scratch.take(s.e * ld);
-    T* transposed = scratch.take(transposed_space(tile.size()));
+    T* transposed = scratch.take(kTransposedBlock);
     T* space = scratch.take(d * ld);
     T* left_bar = scratch.take(d * rank * n);  // [d][j][rank]
     std::fill(left_bar, left_bar + d * rank * n, T(0));

@@ -130,8 +130,7 @@ template <typename T>
 void lane_gemm(int64_t d, int64_t M, int64_t N, int64_t K, LaneMatrix<const T> a, LaneMatrix<const T> b,
                LaneMatrix<T> out, bool accumulate, Networks sum = {}) {
   lane_gemm_columns<T>(
-      d, M, N, K, a, b.row_stride * d, out.row_stride * d,
-      [&](int64_t n) { return b.data + n * b.column_stride * d; },
+      d, M, N, K, a, b.row_stride * d, out.row_stride * d, [&](int64_t n) { return b.data + n * b.column_stride * d; },
       [&](int64_t n) { return out.data + n * out.column_stride * d; }, accumulate, sum);
 }
 
