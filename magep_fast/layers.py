@@ -71,8 +71,8 @@ class _PolynomialLayer(nn.Module):
             self._accepted = signature
 
     def _signature(self, features: WeightFeatures) -> list[object] | None:
-        """All that `_check_all` looks at, or None for what is worth a full check: no features, or tensors of a subclass,
-        whose sizes may be symbolic."""
+        """All that `_check_all` looks at, or None for what is worth a full check: no features, or tensors of a
+        subclass, whose sizes may be symbolic."""
         if not isinstance(features, WeightFeatures):
             return None
         parameter = getattr(self, self.table.outputs[0].name)
