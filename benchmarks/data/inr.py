@@ -40,8 +40,8 @@ AT_ONCE = 16
 class Fit:
     """How a SIREN is fitted: Adam on all pixels with a cosine schedule, again for those below `min_psnr`."""
 
-    steps: int = 60
-    learning_rate: float = 1e-2
+    steps: int = 100
+    learning_rate: float = 5e-3
     min_psnr: float = 28.0
     rounds: int = 5
     hidden: tuple[int, ...] = (32, 32)
