@@ -1,8 +1,8 @@
 """Maker of SIRENs: one network for each image, many fitted at once.
 
 Forward, backward and Adam are written out for batches of networks: the arithmetic of a fit is small products and sines,
-and an autograd graph of them costs more than they do. Groups of networks are fitted by a thread each, as products of this
-size gain little from more threads than one.
+and an autograd graph of them costs more than they do. Groups of networks are fitted by a thread each, as products of
+this size gain little from more threads than one.
 """
 
 from __future__ import annotations

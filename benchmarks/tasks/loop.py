@@ -46,6 +46,7 @@ class Settings:
         learning_rate: of Adam.
         schedule: "constant", or "cosine" to zero after `warmup` steps of linear growth.
         evaluate_every: steps between evaluations on the validation split, which are checkpoints too.
+        clip: the largest norm of the gradient, which is shortened to it; None for no bound.
         patience: evaluations without a better one after which to stop; None for never.
         precision: of autocast; parameters stay in float32.
         model: settings of the model that differ from its defaults, the paper's.
@@ -57,6 +58,7 @@ class Settings:
     evaluate_every: int
     schedule: Literal["constant", "cosine"] = "constant"
     warmup: int = 0
+    clip: float | None = None
     patience: int | None = None
     precision: Precision = "float32"
     model: dict[str, Any] = field(default_factory=dict)
@@ -264,6 +266,9 @@ class Run:
         loss = self.task.loss(_float(output), targets)
         self.optimiser.zero_grad()
         self.scaler.scale(loss).backward()
+        if self.settings.clip is not None:
+            self.scaler.unscale_(self.optimiser)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         self.scaler.step(self.optimiser)
         self.scaler.update()
         state.step += 1
