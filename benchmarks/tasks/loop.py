@@ -46,8 +46,8 @@ class Settings:
         learning_rate: of Adam.
         schedule: "constant", or "cosine" to zero after `warmup` steps of linear growth.
         evaluate_every: steps between evaluations on the validation split, which are checkpoints too.
-        clip: the largest norm of the gradient, which is shortened to it; None for no bound.
         patience: evaluations without a better one after which to stop; None for never.
+        clip: the largest norm of the gradient, which is shortened to it; None for no bound.
         precision: of autocast; parameters stay in float32.
         model: settings of the model that differ from its defaults, the paper's.
     """
@@ -58,8 +58,8 @@ class Settings:
     evaluate_every: int
     schedule: Literal["constant", "cosine"] = "constant"
     warmup: int = 0
-    clip: float | None = None
     patience: int | None = None
+    clip: float | None = None
     precision: Precision = "float32"
     model: dict[str, Any] = field(default_factory=dict)
 
