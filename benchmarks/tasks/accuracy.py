@@ -57,7 +57,7 @@ PARTS = (
     Part("inr-edit", "inr-cifar10", ("MAGEP", "MLP"), 3, change="contrast"),
     Part("inr-classify", "inr-fashion", ("MAGEP", "MLP"), 3),
     Part("inr-classify", "inr-cifar10", ("MAGEP", "MLP"), 3),
-    Part("inr-edit", "inr", ("HNP", "NP", "Monomial-NFN"), 1, change="dilate"),
+    Part("inr-edit", "inr", ("NP", "HNP", "Monomial-NFN"), 1, change="dilate"),
     Part("generalization", "tanh", ("MAGEP", *RIVALS), 1),
     Part("generalization", "relu", ("ablation",), 1),
 )

@@ -8,11 +8,10 @@ from benchmarks.tasks import paper
 from benchmarks.tasks.command import mean_and_deviation
 
 Row = dict[str, str]
-NOTES = "notes.md"
 CHANGES = {"inr": "dilate", "inr-fashion": "dilate", "inr-cifar10": "contrast"}
 """What is done to the images of each data set of SIRENs."""
 
-SIRENS = tuple(CHANGES)
+NOTES = "notes.md"
 ORDER = ("MLP", "STATNN", "NP", "HNP", "Monomial-NFN", "MAGEP")
 
 
@@ -26,14 +25,13 @@ def write(folder: Path, rows: list[Row]) -> None:
     if any(r["augment"] != "0" for r in rows):
         _draw_augmentation(folder / "augmentation.png", _of(rows, "generalization", "relu"))
         sections.append("![Kendall's τ against the range of scales](augmentation.png)")
-    for subset in SIRENS:
+    for subset in CHANGES:
         if classified := _of(rows, "inr-classify", subset):
             picture = f"classification-{subset}.png"
             _draw_bars(folder / picture, classified, "accuracy, %")
             sections += [_classification(classified), f"![accuracy of each system]({picture})"]
-    for subset in SIRENS:
+    for subset, change in CHANGES.items():
         if changed := _of(rows, "inr-edit", subset):
-            change = CHANGES[subset]
             sections.append(_editing(changed, change))
             if (folder / f"{change}.png").exists():
                 sections.append(
