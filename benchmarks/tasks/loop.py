@@ -47,6 +47,7 @@ class Settings:
         schedule: "constant", or "cosine" to zero after `warmup` steps of linear growth.
         evaluate_every: steps between evaluations on the validation split, which are checkpoints too.
         patience: evaluations without a better one after which to stop; None for never.
+        clip: the largest norm of the gradient, which is shortened to it; None for no bound.
         precision: of autocast; parameters stay in float32.
         model: settings of the model that differ from its defaults, the paper's.
     """
@@ -58,6 +59,7 @@ class Settings:
     schedule: Literal["constant", "cosine"] = "constant"
     warmup: int = 0
     patience: int | None = None
+    clip: float | None = None
     precision: Precision = "float32"
     model: dict[str, Any] = field(default_factory=dict)
 
@@ -264,6 +266,9 @@ class Run:
         loss = self.task.loss(_float(output), targets)
         self.optimiser.zero_grad()
         self.scaler.scale(loss).backward()
+        if self.settings.clip is not None:
+            self.scaler.unscale_(self.optimiser)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         self.scaler.step(self.optimiser)
         self.scaler.update()
         state.step += 1
