@@ -23,10 +23,11 @@ FLOORS = {
     "models": "magep_fast.models magep_fast.swap",
     "public names": "magep_fast",
     "what is built": "magep_fast.info",
-    "measuring": "benchmarks benchmarks.measure benchmarks.report benchmarks.floor benchmarks.training",
+    "measuring": "benchmarks benchmarks.commands benchmarks.measure benchmarks.report benchmarks.floor "
+    "benchmarks.training",
     "rivals and data": "benchmarks.peers benchmarks.peers.* benchmarks.data benchmarks.data.* benchmarks.zoo",
-    "benchmarks": "benchmarks.layers benchmarks.bench_layers benchmarks.scaling benchmarks.compile benchmarks.cuda_model "
-    "benchmarks.model benchmarks.tables benchmarks.tables_report benchmarks.process_peak",
+    "benchmarks": "benchmarks.layers benchmarks.bench_layers benchmarks.scaling benchmarks.compile "
+    "benchmarks.cuda_model benchmarks.model benchmarks.tables benchmarks.tables_report benchmarks.process_peak",
     "tasks": "benchmarks.tasks benchmarks.tasks.*",
     "commands": "benchmarks.__main__",
     "examples": "examples examples.*",
