@@ -78,8 +78,11 @@ inline int64_t widest(const Shape& s) { return *std::max_element(s.n.begin(), s.
 
 template <typename S, typename T>
 int64_t chain_scratch(const Shape& s) {
-  return (s.n_0() + 1) * s.n_L() + largest_matrix<S, T>(s) + 64;
+  return (s.n_0() + 1) * s.n_L() + largest_matrix<S, T>(s) + kTransposedBlock + 64;
 }
+
+// How far ahead of the weights in use to fetch: the next channel, or some pages of a large matrix.
+inline int64_t next_weights(const Shape& s, int64_t i) { return std::min<int64_t>(4096, s.n[i] * s.n[i - 1]); }
 
 // Fills A (and with `suffix` S and R) of one network and channel.
 template <typename S, typename T>
@@ -88,6 +91,7 @@ void chain_forward(const Network<S, T>& x, int64_t net, int64_t channel, bool su
   const Layout& at = x.at;
   const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L();
   T* space = scratch.take(largest_matrix<S, T>(s));
+  T* transposed = scratch.take(kTransposedBlock);
   const auto part = [&](const Section& section) { return saved + section.offset + channel * section.channel_stride; };
   for (int64_t i = 1; i <= L; ++i) {
     const Section& to = at.A[i];
@@ -98,8 +102,8 @@ void chain_forward(const Network<S, T>& x, int64_t net, int64_t channel, bool su
     } else {
       const Section& from = at.A[i - 1];
       const T* w = weight_as(x, i, net, channel, space);
-      gemm_dot<T>(from.rows, s.n[i], s.n[i - 1], part(from), from.row_stride, w, s.n[i - 1], part(to), to.row_stride,
-                  false);
+      gemm_transposed<T>(from.rows, s.n[i], s.n[i - 1], part(from), from.row_stride, w, s.n[i - 1], part(to),
+                         to.row_stride, false, transposed, next_weights(s, i));
     }
     load_row(x.bias(i, net, channel), s.n[i], part(to) + (to.rows - 1) * to.row_stride);
   }
@@ -144,6 +148,7 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
     return grad + section.offset + channel * section.channel_stride;
   };
   T* space = scratch.take(largest_matrix<S, T>(s));
+  T* transposed = scratch.take(kTransposedBlock);
   T* product = scratch.take((n_0 + 1) * n_L);
 
   if (suffix) {
@@ -158,7 +163,8 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
       gemm<T>(n_L, s.n[i - 1], right.rows, {psi.data + skip * psi.row_stride, psi.column_stride, psi.row_stride}, R_bar,
               right.row_stride, grad_part(S_t), S_t.row_stride, true);
       // [Psi; psi]_bar += R_bar S^T
-      gemm_dot<T>(right.rows, n_L, s.n[i - 1], R_bar, right.row_stride, part(S_t), S_t.row_stride, product, n_L, false);
+      gemm_transposed<T>(right.rows, n_L, s.n[i - 1], R_bar, right.row_stride, part(S_t), S_t.row_stride, product, n_L,
+                         false, transposed);
       for (int64_t q = 0; q < right.rows; ++q)
         for (int64_t p = 0; p < n_L; ++p) pair_bar[((q + skip) * n_L + p) * d] += product[q * n_L + p];
     }
@@ -166,8 +172,8 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
     for (int64_t t = 1; t + 1 < L; ++t) {
       const Section &from = at.S[t], &to = at.S[t + 1];
       const T* w = weight_as(x, t + 1, net, channel, space);
-      gemm_dot<T>(n_L, s.n[t + 1], s.n[t], grad_part(from), from.row_stride, w, s.n[t], grad_part(to), to.row_stride,
-                  true);
+      gemm_transposed<T>(n_L, s.n[t + 1], s.n[t], grad_part(from), from.row_stride, w, s.n[t], grad_part(to),
+                         to.row_stride, true, transposed, next_weights(s, t + 1));
     }
   }
 
@@ -191,7 +197,8 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
     const Section& before = at.A[i - 1];
     {
       const T* w = weight_as(x, i, net, channel, space);
-      gemm<T>(c - 1, m, n, {A_bar, a.row_stride, 1}, w, m, grad_part(before), before.row_stride, true);
+      gemm<T>(c - 1, m, n, {A_bar, a.row_stride, 1}, w, m, grad_part(before), before.row_stride, true,
+              next_weights(s, i));
     }
     // W_bar_i += A_bar_i [A_(i-1) | b_(i-1)]^T + S_i^T S_bar_(i-1), and S_bar_(L-1) itself for i = L.
     T* sum;
