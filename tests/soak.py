@@ -108,6 +108,8 @@ def soak(minutes: float, warm_up: float = 1.0, seed: int = 0, progress: Progress
                 samples.append(Sample(elapsed, resident_megabytes()))
             if progress is not None and task is not None:
                 progress.update(task, completed=elapsed, description=f"step {steps}, {resident_megabytes():.0f} MB")
+    except KeyboardInterrupt:
+        print("stopped; judged by what there is so far", file=sys.stderr)
     finally:
         torch.set_num_threads(threads)
     return Report(steps, samples, finite)
@@ -123,6 +125,8 @@ def main() -> None:
     console = wide_console()
     with Progress(console=console, transient=True) as progress:
         report = soak(arguments.minutes, arguments.warm_up, arguments.seed, progress)
+    if not report.samples:
+        sys.exit("stopped while warming up")
     first, last = report.samples[0], report.samples[-1]
     console.print(
         f"{report.steps} steps in {last.seconds / 60:.1f} minutes, all {'finite' if report.finite else 'NOT FINITE'}: "
