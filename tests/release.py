@@ -15,16 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ("setuptools>=77", "pybind11>=2.13", "cmake>=3.24", "ninja", "wheel")
-CHOSEN = (
-    "test_layers",
-    "test_native",
-    "test_models",
-    "test_swap",
-    "test_convert",
-    "test_ragged",
-    "test_info",
-    "test_isa",
-)
+CHOSEN = ("test_layers", "test_models", "test_swap", "test_convert", "test_ragged", "test_info", "test_numerics")
 """Tests that need nothing of the source tree but `tests`, `benchmarks` and `examples`."""
 
 MOST_WHEEL_BYTES = 5_000_000
