@@ -55,7 +55,7 @@ class Adam:
     def __init__(self, parameters: Iterable[nn.Parameter], learning_rate: float):
         self.parameters = list(parameters)
         self.learning_rate = learning_rate
-        self.trained: list[nn.Parameter] = []
+        self.trained: list[Tensor] = []
 
     def zero_grad(self) -> None:
         for parameter in self.parameters:
@@ -68,10 +68,11 @@ class Adam:
             self.means = [torch.zeros_like(p) for p in self.trained]
             self.squares = [torch.zeros_like(p) for p in self.trained]
             self.count = torch.zeros((), device=self.trained[0].device)
+        grads = [p.grad for p in self.trained if p.grad is not None]
         self.count += 1
         torch._fused_adam_(
             self.trained,
-            [p.grad for p in self.trained],
+            grads,
             self.means,
             self.squares,
             [],

@@ -135,11 +135,14 @@ void chain_forward(const Network<S, T>& x, int64_t net, int64_t channel, bool su
   }
 }
 
-// Adds the gradients that reach the weights through the chains. `grad` holds the gradients of everything in `saved`;
-// W_bar[i - 1] those of the weights of all layers but the first, so far, with `fresh` saying that nothing is there yet.
+// What is done with gradients of weights of all layers but the first: added to those already there, or written for the
+// first time, around the caches where there are so many that they would not stay.
+enum class WeightGradients { add, write, stream };
+
+// The gradients that reach the weights through the chains. `grad` holds the gradients of everything in `saved`.
 template <typename S, typename T>
 void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool suffix, const T* saved, T* grad,
-                    T* psi_bar, S* const* W_bar, S* const* b_bar, bool fresh, Scratch<T> scratch) {
+                    T* psi_bar, S* const* W_bar, S* const* b_bar, WeightGradients how, Scratch<T> scratch) {
   const Shape& s = x.s;
   const Layout& at = x.at;
   const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L(), d = s.d;
@@ -197,12 +200,13 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
     const Section& before = at.A[i - 1];
     {
       const T* w = weight_as(x, i, net, channel, space);
-      gemm<T>(c - 1, m, n, {A_bar, a.row_stride, 1}, w, m, grad_part(before), before.row_stride, true,
+      // Without suffixes nothing else uses A_(i-1), so that this is all of its gradient.
+      gemm<T>(c - 1, m, n, {A_bar, a.row_stride, 1}, w, m, grad_part(before), before.row_stride, suffix,
               next_weights(s, i));
     }
     // W_bar_i += A_bar_i [A_(i-1) | b_(i-1)]^T + S_i^T S_bar_(i-1), and S_bar_(L-1) itself for i = L.
     T* sum;
-    bool accumulate = !fresh;
+    bool accumulate = how == WeightGradients::add;
     if constexpr (std::is_same_v<S, T>) {
       sum = out;
     } else {
@@ -214,15 +218,17 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
       for (int64_t p = 0; p < n; ++p) std::memcpy(sum + p * m, grad_part(S_t) + p * S_t.row_stride, m * sizeof(T));
       accumulate = true;
     }
-    constexpr int64_t kRows = 48;
-    for (int64_t j = 0; j < n; j += kRows) {
-      const int64_t rows = std::min(kRows, n - j);
-      gemm<T>(rows, m, c - 1, {A_bar + j, 1, a.row_stride}, part(before), before.row_stride, sum + j * m, m,
-              accumulate);
+    const bool stream = std::is_same_v<S, T> && how == WeightGradients::stream && m <= kTransposedBlock;
+    const int64_t size = stream ? std::min<int64_t>(48, kTransposedBlock / m) : 48;
+    for (int64_t j = 0; j < n; j += size) {
+      const int64_t rows = std::min(size, n - j);
+      T* to = stream ? transposed : sum + j * m;
+      gemm<T>(rows, m, c - 1, {A_bar + j, 1, a.row_stride}, part(before), before.row_stride, to, m, accumulate);
       if (suffix && i < L) {
         const Section &S_i = at.S[i], &S_t = at.S[i - 1];
-        gemm<T>(rows, m, n_L, {part(S_i) + j, 1, S_i.row_stride}, grad_part(S_t), S_t.row_stride, sum + j * m, m, true);
+        gemm<T>(rows, m, n_L, {part(S_i) + j, 1, S_i.row_stride}, grad_part(S_t), S_t.row_stride, to, m, true);
       }
+      if (stream) stream_row(to, rows * m, sum + j * m);
     }
     if constexpr (!std::is_same_v<S, T>) store_row(sum, n * m, out);
   }
@@ -282,7 +288,8 @@ void chain_products_backward(const Shape& batch, const S* const* A_bar, const S*
         for (int64_t p = 0; p < s.n_L(); ++p)
           load_row(suffixes_bar[t - 1] + (net * s.n_L() + p) * s.n[t], s.n[t],
                    grad + at.S[t].offset + p * at.S[t].row_stride);
-      chain_backward(x, net, 0, true, own, grad, static_cast<T*>(nullptr), W_bar, b_bar, true, scratch);
+      chain_backward(x, net, 0, true, own, grad, static_cast<T*>(nullptr), W_bar, b_bar, WeightGradients::write,
+                     scratch);
     }
   });
 }

@@ -775,7 +775,8 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
   };
   const auto chain = [&](int64_t net, int64_t channel, T* grad, const Sums<T>& sum, Scratch<T> scratch) {
     // Only middle layers have a direct gradient in W_bar; the last layer's is in that of S_(L-1).
-    chain_backward(call.x, net, channel, true, saved + net * stride, grad, sum.psi, W_bar, b_bar, false, scratch);
+    chain_backward(call.x, net, channel, true, saved + net * stride, grad, sum.psi, W_bar, b_bar, WeightGradients::add,
+                   scratch);
   };
   if (by_network) {
     parallel.split(s.B, [&](int64_t chunk, int64_t begin, int64_t end) {
