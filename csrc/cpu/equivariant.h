@@ -77,18 +77,14 @@ struct EquivariantCall {
   void coefficients(int64_t i, int64_t rows, const T* phi, const T* G, T* out) const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), d = s.d, K = s.hidden_columns(i), c = s.columns(i);
-    for (int64_t r = 0; r < rows; ++r) {
-      std::memcpy(out + r * c * d, phi + r * K, n_0 * d * sizeof(T));
-      const T* from = phi + r * K + 3 * n_0 * d;  // Phi_Wb, for every t or once, then Phi_b
-      for (int64_t t = 0; s.share_Wb && t < i - 1; ++t) std::memcpy(out + (r * c + n_0 + t) * d, from, d * sizeof(T));
-      if (s.share_Wb)
-        std::memcpy(out + (r * c + c - 1) * d, phi + (r + 1) * K - d, d * sizeof(T));
-      else
-        std::memcpy(out + (r * c + n_0) * d, from, i * d * sizeof(T));
-    }
-    lane_gemm<T>(d, rows, n_0, n_0, {phi + n_0 * d, K / d, 1}, {G, 1, n_0}, {out, c, 1}, true);
+    const T* from = phi + 3 * n_0 * d;  // Phi_Wb, for every t or once, then Phi_b
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t t = 0; t < i - 1; ++t)
+        std::memcpy(out + (r * c + n_0 + t) * d, from + r * K + (s.share_Wb ? 0 : t * d), d * sizeof(T));
+    lane_gemm<T>(d, rows, n_0, n_0, {phi + n_0 * d, K / d, 1}, {G, 1, n_0}, {out, c, 1},
+                 LaneMatrix<const T>{phi, K / d, 1});
     lane_gemm<T>(d, rows, 1, n_0, {phi + 2 * n_0 * d, K / d, 1}, {G + n_0 * n_0 * d, 1, 1}, {out + (c - 1) * d, c, 1},
-                 true);
+                 LaneMatrix<const T>{phi + K - d, K / d, 1});
   }
 
   // Gradients of some rows of coefficients, [net][r][c, d], of all networks of a group, to those of the matrix.
