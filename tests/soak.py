@@ -1,14 +1,14 @@
 """python -m tests.soak --minutes 30: trains with ever other shapes, dtypes and numbers of threads, and shows whether
-memory stays where it was after warming up. `make soak` calls it.
-
-A long soak may be made of pieces: each appends its samples to a file (`--log`), and all of them are judged.
-"""
+memory stays where it was after warming up. `make soak` calls it."""
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import platform
 import random
+import resource
 import sys
 import time
 from dataclasses import dataclass
@@ -76,8 +76,11 @@ class Network(nn.Module):
 
 
 def resident_megabytes() -> float:
+    """What the process holds, once the allocator has given back to the system what was freed."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / 1e6
+    return pages * resource.getpagesize() / 1e6
 
 
 def soak(minutes: float, warm_up: float = 1.0, seed: int = 0, progress: Progress | None = None) -> Report:
@@ -107,7 +110,8 @@ def soak(minutes: float, warm_up: float = 1.0, seed: int = 0, progress: Progress
                 sampled = elapsed
                 samples.append(Sample(elapsed, resident_megabytes()))
             if progress is not None and task is not None:
-                progress.update(task, completed=elapsed, description=f"step {steps}, {resident_megabytes():.0f} MB")
+                held = f", {samples[-1].megabytes:.0f} MB" if samples else ""
+                progress.update(task, completed=elapsed, description=f"step {steps}{held}")
     except KeyboardInterrupt:
         print("stopped; judged by what there is so far", file=sys.stderr)
     finally:
