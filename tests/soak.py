@@ -83,7 +83,7 @@ def resident_megabytes() -> float:
     return pages * resource.getpagesize() / 1e6
 
 
-def soak(minutes: float, warm_up: float = 1.0, seed: int = 0, progress: Progress | None = None) -> Report:
+def soak(minutes: float, warm_up: float, seed: int = 0, progress: Progress | None = None) -> Report:
     """Trains for so many minutes, of which the first `warm_up` are not judged, and samples memory once a second."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -122,7 +122,12 @@ def soak(minutes: float, warm_up: float = 1.0, seed: int = 0, progress: Progress
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.partition(":")[2])
     parser.add_argument("--minutes", type=float, default=30, help="of this piece (default 30)")
-    parser.add_argument("--warm-up", type=float, default=1, help="minutes that are not judged (default 1)")
+    parser.add_argument(
+        "--warm-up",
+        type=float,
+        default=3,
+        help="minutes that are not judged: workspaces grow to the largest shapes (default 3)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of shapes and numbers; pieces want different ones")
     parser.add_argument("--log", type=Path, help="JSON lines, to which this piece is appended")
     arguments = parser.parse_args()
