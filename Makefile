@@ -5,14 +5,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := CMakeLists.txt setup.py pyproject.toml $(shell find csrc -path csrc/tests -prune -o -type f -print)
 
-# The C++ tests, built in the directory $(1) with the options $(2).
-define RUN_CTEST
+# The C++ tests, built in the directory $(1) with the options $(2), and run.
+define BUILD_CTEST
 $(BIN)/cmake -S . -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DMAGEP_BUILD_TESTS=ON $(2)
 $(BIN)/cmake --build $(1)
+endef
+define RUN_CTEST
+$(BUILD_CTEST)
 $(BIN)/ctest --test-dir $(1) --output-on-failure
 endef
 
-.PHONY: install test gpu sanitize cuda tables lint format docs wheel clean
+.PHONY: install test gpu sanitize valgrind soak cuda tables lint format docs wheel release-check clean
 
 install: $(STAMP)
 
@@ -26,14 +29,21 @@ $(VENV)/.requirements: pyproject.toml | $(BIN)/python
 	touch $@
 
 $(STAMP): $(NATIVE) $(VENV)/.requirements
-	PATH="$(CURDIR)/$(BIN):$$PATH" CMAKE_ARGS="-DMAGEP_WERROR=ON" $(BIN)/pip install --quiet --no-build-isolation --editable ".[test,bench,dev,triton,docs]"
+	PATH="$(CURDIR)/$(BIN):$$PATH" CMAKE_ARGS="-DMAGEP_WERROR=ON" $(BIN)/pip install --quiet --no-build-isolation --editable ".[test,bench,data,dev,triton,docs]"
 	touch $@
 
 # One process per core, each with one thread but where a test sets more: two OpenMP teams on the same cores crawl.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 
+# Tracing makes Python slower by half and more, so only the tests that reach most of magep_fast/ between them are traced.
+# Lines that none of them runs are listed; fewer than 90 % is a failure.
+TRACED := $(patsubst %,tests/test_%.py,backends chain convert cuda info layers library models permutation ragged spaces \
+  swap symmetry terms triton_backend)
+
 test: $(STAMP)
-	$(PYTEST)
+	$(PYTEST) $(TRACED:%=--ignore=%)
+	$(PYTEST) --cov --cov-report= --cov-fail-under=0 $(TRACED)
+	$(BIN)/coverage report
 	TRITON_INTERPRET=1 $(PYTEST) -m gpu
 	$(call RUN_CTEST,build/ctest,)
 
@@ -45,6 +55,18 @@ gpu: $(STAMP)
 
 sanitize: $(STAMP)
 	$(call RUN_CTEST,build/sanitize,-DMAGEP_SANITIZE=ON)
+
+# The C++ tests under valgrind, which knows AVX2 but not AVX-512, nor the threads that stand in for a GPU's.
+valgrind: $(STAMP)
+	$(call BUILD_CTEST,build/ctest,)
+	for test in build/ctest/csrc/tests/test_*_portable build/ctest/csrc/tests/test_*_avx2; do \
+	  echo "valgrind $$test"; valgrind --quiet --error-exitcode=1 --leak-check=full --errors-for-leak-kinds=definite $$test || exit 1; \
+	done
+
+# Training with ever other shapes and numbers of threads: memory must not grow.
+SOAK_MINUTES := 30
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES)
 
 # The CUDA library for every architecture, warnings as errors. Its kernels need what csrc/cuda/resources.csv says, it keeps
 # within a size and a time, and a package with it works, also where there is no CUDA driver.
@@ -85,6 +107,10 @@ docs: $(STAMP)
 
 wheel: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m build --wheel --no-isolation --outdir dist .
+
+# Source distribution and wheel, each installed in an environment of its own and tested there.
+release-check: $(STAMP)
+	$(BIN)/python -m tests.release
 
 clean:
 	rm -rf build dist *.egg-info magep_fast/*.so

@@ -1,28 +1,48 @@
 """The command line of the benchmarks."""
 
+from __future__ import annotations
+
 import argparse
+import sys
 
 from benchmarks import compile, layers, model, scaling, tables
+from benchmarks.commands import add_commands
+from benchmarks.data import DataError
 from benchmarks.data import command as data
 from benchmarks.tasks import accuracy
 from benchmarks.tasks import command as train
 
+COMMANDS = {
+    "layers": (layers, "one layer, implementation against implementation"),
+    "scaling": (scaling, "cost against width, depth, channels and batch"),
+    "tables": (tables, "the paper's efficiency tables, with every rival system"),
+    "compile": (compile, "Triton kernels compiled for GPUs that need not be here"),
+    "model": (model, "bytes, flops and launches counted, time on GPUs predicted"),
+    "data": (data, "trained networks to learn from: a zoo of CNNs, SIRENs of images"),
+    "train": (train, "a task of the paper on trained networks"),
+    "accuracy": (accuracy, "the paper's accuracy tables in small, with a report"),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    text = "Speed and memory of the layers, the paper's tables, and its tasks from data to accuracy."
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=text)
+    commands = add_commands(parser, "command", {name: text for name, (_, text) in COMMANDS.items()})
+    for name, (module, _) in COMMANDS.items():
+        module.add_arguments(commands[name])
+    return parser
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Memory and runtime benchmarks.")
-    commands = parser.add_subparsers(required=True, metavar="command")
-    layers.add_arguments(commands.add_parser("layers", help="one layer, implementation against implementation"))
-    scaling.add_arguments(commands.add_parser("scaling", help="cost against width, depth, channels and batch"))
-    tables.add_arguments(commands.add_parser("tables", help="the paper's efficiency tables, with every rival system"))
-    compile.add_arguments(commands.add_parser("compile", help="Triton kernels compiled for GPUs that need not be here"))
-    model.add_arguments(commands.add_parser("model", help="bytes, flops and launches counted, time on GPUs predicted"))
-    data.add_arguments(
-        commands.add_parser("data", help="trained networks to learn from: a zoo of CNNs, SIRENs of images")
-    )
-    train.add_arguments(commands.add_parser("train", help="a task of the paper on trained networks"))
-    accuracy.add_arguments(commands.add_parser("accuracy", help="the paper's accuracy tables in small, with a report"))
-    arguments = parser.parse_args()
-    arguments.run(arguments)
+    arguments = build_parser().parse_args()
+    try:
+        arguments.run(arguments)
+    except (DataError, FileNotFoundError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("stopped; what was finished is kept", file=sys.stderr)
+        sys.exit(130)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -27,7 +27,6 @@ class Gpu:
 
     name: str
     architecture: int
-    multiprocessors: int
     shared_per_block: int
     shared_per_multiprocessor: int
     registers: int = 65536
@@ -36,8 +35,8 @@ class Gpu:
 
 
 GPUS = (
-    Gpu("A100 (sm_80)", 80, 108, 163 << 10, 164 << 10),
-    Gpu("H100 (sm_90)", 90, 132, 227 << 10, 228 << 10),
+    Gpu("A100 (sm_80)", 80, 163 << 10, 164 << 10),
+    Gpu("H100 (sm_90)", 90, 227 << 10, 228 << 10),
 )
 
 

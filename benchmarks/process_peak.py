@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
+from benchmarks.tables import WORKS, Subject
+from benchmarks.training import keep_freed_memory
+
 STEPS = 3
 
 
-def measure(table: str, model: str, device: str, threads: int) -> float:
-    """Megabytes that a process training this row holds at its peak, Python and torch included.
-
-    On a GPU, what torch's allocator reserves there.
-    """
-    command = [sys.executable, "-m", "benchmarks.process_peak", table, model, device, str(threads)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        reason = result.stderr.strip().splitlines() or ["no message"]
-        raise RuntimeError(f"a process of its own ended with code {result.returncode}: {reason[-1]}")
-    return float(result.stdout.split()[-1])
-
-
 def main(table: str, model: str, device: str, threads: str) -> None:
-    from benchmarks.tables import WORKS, Subject
-    from benchmarks.training import keep_freed_memory
-
     keep_freed_memory()
     torch.set_num_threads(int(threads))
     work = WORKS[table]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -19,7 +21,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
-from benchmarks import process_peak
 from benchmarks.layers import disagreement
 from benchmarks.measure import count_ops, peak_memory, set_threads, timing
 from benchmarks.peers import PAPER, PaperRow, Subset, peers
@@ -242,12 +243,25 @@ def reason(error: Exception) -> str:
     return f"failed: {type(error).__name__}: {lines[0]}"
 
 
+def process_peak(table: str, model: str, device: str, threads: int) -> float:
+    """Megabytes that a process training this row holds at its peak, Python and torch included.
+
+    On a GPU, what torch's allocator reserves there.
+    """
+    command = [sys.executable, "-m", "benchmarks.process_peak", table, model, device, str(threads)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        reason = result.stderr.strip().splitlines() or ["no message"]
+        raise RuntimeError(f"a process of its own ended with code {result.returncode}: {reason[-1]}")
+    return float(result.stdout.split()[-1])
+
+
 def process_peaks(run: Run, table: str, entries: list[Entry], tick: Callable[[], object]) -> dict[str, float | str]:
     """Peak megabytes by name, or why a process that trains this model alone ended: what kills it does not kill us."""
 
     def measure(entry: Entry) -> float | str:
         try:
-            return round(process_peak.measure(table, entry.name, str(run.device), run.threads), 1)
+            return round(process_peak(table, entry.name, str(run.device), run.threads), 1)
         except Exception as error:
             return reason(error)
         finally:
@@ -399,7 +413,7 @@ def run_full(run: Run, table: str) -> None:
 def train_fully(run: Run, table: str, entry: Entry, data: Dataset, advance: Callable[[float], object]) -> Row:
     """The row of one system after all the steps of the paper's run; `advance` is told how many more are done."""
     work = WORKS[table]
-    peak = round(process_peak.measure(table, entry.name, str(run.device), run.threads), 1)
+    peak = round(process_peak(table, entry.name, str(run.device), run.threads), 1)
     subject = Subject(work, entry, data, run.device)
     error = None
     if entry.name in (COMPILED, FUSED):

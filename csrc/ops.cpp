@@ -9,6 +9,8 @@
 #include <sys/mman.h>
 #endif
 
+#include <atomic>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -29,15 +31,31 @@ using magep::Shape;
 using magep::Sizes;
 using magep::Tensor;
 
+// Becomes a MemoryError.
+class OutOfMemory : public std::bad_alloc {
+ public:
+  explicit OutOfMemory(const std::string& what) : message("magep_fast: not enough memory for " + what) {}
+  const char* what() const noexcept override { return message.c_str(); }
+
+ private:
+  std::string message;
+};
+
 const magep::Parallel& torch_threads() {
   static thread_local magep::Parallel parallel;
   parallel.threads = torch::stable::get_num_threads();
   if (!parallel.run)
     parallel.run = [](int64_t count, const std::function<void(int64_t)>& body) {
       if (count == 1) return body(0);
+      std::atomic<bool> out_of_memory{false};  // the stable ABI passes on that there was an error, not which
       torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t t = begin; t < end; ++t) body(t);
+        try {
+          for (int64_t t = begin; t < end; ++t) body(t);
+        } catch (const std::bad_alloc&) {
+          out_of_memory = true;
+        }
       });
+      if (out_of_memory) throw OutOfMemory("a workspace");
     };
   return parallel;
 }
@@ -95,7 +113,11 @@ std::vector<X*> allocate(std::vector<Tensor>& results, const Tensor& like, const
                          ScalarType dtype) {
   std::vector<X*> data;
   for (const Sizes& shape : shapes) {
-    results.push_back(torch::stable::new_empty(like, shape, dtype));
+    try {
+      results.push_back(torch::stable::new_empty(like, shape, dtype));
+    } catch (const std::runtime_error&) {  // there is no other cause, and the message names a line of torch
+      throw OutOfMemory("a tensor of shape " + magep::text(shape));
+    }
     data.push_back(static_cast<X*>(results.back().mutable_data_ptr()));
     prefer_huge_pages(data.back(), results.back().numel() * static_cast<int64_t>(sizeof(X)));
   }

@@ -2,7 +2,7 @@
 
     python -m examples.accelerate_model
 
-The model is built from the MAGEP authors' layers, of which this repository's tests have a stand-in with the same names
+The model is built from the MAGEP authors' layers, of which examples.authors_layers is a stand-in with the same names
 and equations. With the authors' package installed, import the layers from there: nothing else changes.
 """
 
@@ -12,8 +12,8 @@ import time
 import torch
 from torch import nn
 
+from examples.authors_layers import HNPSLinear, HNPSMixerInv, HNPSMixerLinear, NetworkSpec, TupleOp, WeightSpaceFeatures
 from magep_fast import accelerate, load_authors_state_dict, to_authors_state_dict
-from tests.authors_layers import HNPSLinear, HNPSMixerInv, HNPSMixerLinear, NetworkSpec, TupleOp, WeightSpaceFeatures
 
 WIDTHS = (1, 16, 16, 16, 10)
 

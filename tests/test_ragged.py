@@ -166,8 +166,9 @@ def test_a_hundred_random_networks_there_and_back():
     seen = []
     for batch in bucket(converted, batch_size=8):
         space = batch.features.space.any_hidden_width()
-        layer, head = MagepEquivariant(space, 1, 1, activation="relu"), MagepInvariant(space, 1, 2)
-        edited = layer(batch.features)
+        # In float64, as sums that are split otherwise may cancel to little more than float32 rounds.
+        layer, head = MagepEquivariant(space, 1, 1, activation="relu").double(), MagepInvariant(space, 1, 2).double()
+        edited = layer(batch.features.to(torch.float64))
         answers = head(edited)
         for place, (k, back, edit) in enumerate(zip(batch.indices, batch.unpad(), batch.unpad(edited), strict=True)):
             assert_same(back, converted[k])
@@ -176,8 +177,8 @@ def test_a_hundred_random_networks_there_and_back():
             to_modules(back, copy)
             for x, y in zip(copy.parameters(), networks[k].parameters(), strict=True):
                 assert torch.equal(x, y)
-            alone = layer(converted[k])
-            assert_same(edit, alone, 1e-5)
-            assert_same(answers[place : place + 1], head(alone), 1e-4)
+            alone = layer(converted[k].to(torch.float64))
+            assert_same(edit, alone, 1e-11)
+            assert_same(answers[place : place + 1], head(alone), 1e-10)
             seen.append(k)
     assert sorted(seen) == list(range(100))

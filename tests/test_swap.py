@@ -8,6 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from examples.authors_layers import (
+    Coefficient,
+    HNPSLinear,
+    HNPSMixerInv,
+    HNPSMixerLinear,
+    NetworkSpec,
+    TupleOp,
+    WeightSpaceFeatures,
+)
 from magep_fast import (
     MagepEquivariant,
     MagepInvariant,
@@ -20,15 +29,6 @@ from magep_fast import (
     use_backend,
 )
 from magep_fast.swap import FusedLayer, Left, Replaced
-from tests.authors_layers import (
-    Coefficient,
-    HNPSLinear,
-    HNPSMixerInv,
-    HNPSMixerLinear,
-    NetworkSpec,
-    TupleOp,
-    WeightSpaceFeatures,
-)
 from tests.helpers import assert_same
 
 MLP = NetworkSpec.of((2, 5, 4, 3))

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import process_peak, tables
+from benchmarks import tables
+from benchmarks.process_peak import peak_bytes
 from benchmarks.tables import COMPILED, FUSED, REFERENCE, WORKS, Entry, Work
 from benchmarks.tables_report import COLUMNS, cells, duration
 from magep_fast import WeightSpace
@@ -65,7 +66,7 @@ def tiny(monkeypatch):
     """One table of small networks, and no processes started to measure memory."""
     work = TinyWork("Tiny: table", SPACE, CnnGeneralization(), 20, 8, 6, nn.functional.binary_cross_entropy, "relu")
     monkeypatch.setattr(tables, "WORKS", {"tiny": work})
-    monkeypatch.setattr(process_peak, "measure", lambda *_: 123.0)
+    monkeypatch.setattr(tables, "process_peak", lambda *_: 123.0)
     monkeypatch.setattr(tables.Subject, "take_turn", lambda self: self.seconds.append(self.timed_step()))
     monkeypatch.setattr(Rival, "calls", 0)
     return work
@@ -166,7 +167,7 @@ def test_a_model_that_kills_its_process_is_not_run_in_this_one(tmp_path, monkeyp
             raise RuntimeError("a process of its own ended with code -9: no message")
         return 1.0
 
-    monkeypatch.setattr(process_peak, "measure", measure)
+    monkeypatch.setattr(tables, "process_peak", measure)
     rows = {row["model"]: row for row in run(tmp_path)}
     assert "ended with code -9" in rows["rival"]["status"] and Rival.calls == 0
     assert rows[FUSED]["status"] == "ok"
@@ -272,7 +273,7 @@ def test_durations():
 def test_process_peak_is_that_of_a_real_process(monkeypatch):
     monkeypatch.undo()
     ballast = torch.ones(200 << 20)  # 839 MB, which are not the other process's
-    assert 100 < process_peak.measure("relu", "MLP", "cpu", 1) < 800
-    assert process_peak.peak_bytes() > ballast.nbytes
+    assert 100 < tables.process_peak("relu", "MLP", "cpu", 1) < 800
+    assert peak_bytes() > ballast.nbytes
     with pytest.raises(RuntimeError, match="ended with code 1: StopIteration"):
-        process_peak.measure("relu", "no such model", "cpu", 1)
+        tables.process_peak("relu", "no such model", "cpu", 1)

@@ -21,28 +21,18 @@ CPU, CUDA, GPU = torch.device("cpu"), torch.device("cuda"), torch.device("cuda",
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-@pytest.fixture
-def fresh(monkeypatch):
-    """Whether the backend is missing is found out anew, before and after."""
-    triton.missing.cache_clear()
-    yield monkeypatch
-    monkeypatch.undo()
-    triton.missing.cache_clear()
-
-
-def test_missing_triton_is_explained(fresh):
-    fresh.setattr(importlib.util, "find_spec", lambda name: None)
-    assert triton.missing() == "triton is not installed; run pip install triton"
+def test_missing_triton_is_explained(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert triton.find_missing() == "triton is not installed; run pip install triton"
 
 
 @needs_triton
-def test_missing_gpu_is_explained(fresh):
-    fresh.setattr(torch.cuda, "is_available", lambda: False)
-    fresh.delenv("TRITON_INTERPRET", raising=False)
-    assert "torch sees no GPU" in triton.missing()
-    fresh.setenv("TRITON_INTERPRET", "1")
-    triton.missing.cache_clear()
-    assert triton.missing() is None
+def test_missing_gpu_is_explained(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "torch sees no GPU" in triton.find_missing()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert triton.find_missing() is None
 
 
 @pytest.mark.parametrize(
@@ -63,10 +53,11 @@ def test_unsupported_tensors_are_explained(monkeypatch, interpret, device, dtype
     assert found is None if reason is None else reason in found
 
 
-def test_a_cpu_tensor_outside_the_interpreter_is_a_clear_error(fresh):
-    fresh.delenv("TRITON_INTERPRET", raising=False)
-    fresh.setattr(torch.cuda, "is_available", lambda: True)
-    fresh.setattr(importlib.util, "find_spec", lambda name: object())
+def test_a_cpu_tensor_outside_the_interpreter_is_a_clear_error(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(triton, "_missing", triton.find_missing())
     space = WeightSpace((2, 3, 2))
     layer = MagepInvariant(space, 2, 1, backend="triton")
     with pytest.raises(
@@ -85,20 +76,22 @@ def test_auto_never_chooses_it_for_cpu_tensors(interpret):
     assert re.search(r"^auto on cpu, float32   (cpu|torch)$", run.stdout, re.MULTILINE)
 
 
-def test_auto_on_gpu_tensors_falls_back_with_a_reason(fresh):
-    fresh.delenv("TRITON_INTERPRET", raising=False)
-    fresh.setattr(torch.cuda, "is_available", lambda: True)
-    fresh.setattr(importlib.util, "find_spec", lambda name: object())
-    fresh.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+def test_auto_on_gpu_tensors_falls_back_with_a_reason(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(triton, "_missing", triton.find_missing())
     assert choose_backend("auto", CUDA, torch.float64).name == "torch"
     report = info.report()
     assert "auto on cuda, float64   torch (triton: it computes in float32, bfloat16, float16; cuda: " in report
 
 
-def test_report_says_why_it_does_not_run(fresh):
-    fresh.setattr(torch.cuda, "is_available", lambda: False)
-    fresh.setattr(triton, "interpreted", lambda: False)
-    fresh.setattr(importlib.util, "find_spec", lambda name: object())
+def test_report_says_why_it_does_not_run(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(triton, "interpreted", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(triton, "_missing", triton.find_missing())
     assert "  triton      missing: torch sees no GPU" in info.report()
 
 

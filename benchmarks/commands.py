@@ -1,0 +1,13 @@
+"""What the command lines have in common."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_commands(
+    parser: argparse.ArgumentParser, what: str, texts: dict[str, str]
+) -> dict[str, argparse.ArgumentParser]:
+    """A parser for each command, by name; the one that is given is the attribute `what` of the arguments."""
+    commands = parser.add_subparsers(required=True, metavar=what, dest=what)
+    return {name: commands.add_parser(name, help=text, description=text) for name, text in texts.items()}
