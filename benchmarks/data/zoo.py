@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,8 @@ FILTERS, CONVOLUTIONS, KERNEL, STRIDE = 16, 3, 3, 2
 SMALLEST = 15
 """Height and width of images of which three convolutions leave one position."""
 
-BATCH = 32
-CHECKPOINTS = (0.1, 0.3, 0.6, 1.0)
+BATCH = 16
+CHECKPOINTS = (0.25, 0.5, 0.75, 1.0)
 """Where in a network's training its weights are kept."""
 
 OPTIMISERS = ("sgd", "adam", "rmsprop")
@@ -44,70 +45,115 @@ COLUMNS = {
 SHARES = (0.7, 0.1, 0.2)
 
 
+class Convolve(torch.autograd.Function):
+    """3×3 convolutions with stride 2 of several networks, as one batched product each.
+
+    x `[networks, in, height, width, batch]`, w `[networks, out, 9·in]`, b `[networks, out]`. With the images of a batch
+    innermost, patches are copied in long runs. torch's grouped convolution takes two to three times as long.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        networks, colours, *size, batch = x.shape
+        height, width = ((n - KERNEL) // STRIDE + 1 for n in size)
+        patches = x.new_empty(networks, KERNEL**2, colours, height, width, batch)
+        for tap, of_tap in enumerate(_taps(x, height, width)):
+            patches[:, tap] = of_tap
+        columns = patches.flatten(3).flatten(1, 2)  # [networks, 9·in, positions·batch]
+        ctx.save_for_backward(columns, w)
+        ctx.input_shape, ctx.patches_shape = x.shape, patches.shape
+        return torch.baddbmm(b.unsqueeze(-1), w, columns).view(networks, -1, height, width, batch)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        columns, w = ctx.saved_tensors
+        y_bar = gradients[0].flatten(2)
+        x_bar = None
+        if ctx.needs_input_grad[0]:
+            patches_bar = (w.mT @ y_bar).view(ctx.patches_shape)
+            x_bar = y_bar.new_zeros(ctx.input_shape)
+            for tap, of_tap in enumerate(_taps(x_bar, *ctx.patches_shape[3:5])):
+                of_tap += patches_bar[:, tap]
+        return x_bar, y_bar @ columns.mT, y_bar.sum(-1)
+
+
+def _taps(x: Tensor, height: int, width: int) -> list[Tensor]:
+    """For each of the nine taps the view of x `[networks, in, …, batch]` that it meets, `[…, height, width, batch]`."""
+    return [
+        x[:, :, i : i + STRIDE * height - 1 : STRIDE, j : j + STRIDE * width - 1 : STRIDE]
+        for i in range(KERNEL)
+        for j in range(KERNEL)
+    ]
+
+
 class Group:
-    """CNNs that train side by side: kernels `[networks, 16, in, 3, 3]`, dense weights `[networks, 16, classes]`."""
+    """CNNs that train side by side, each a row of `numbers` `[networks, …]`: its kernels `[16, 9·in]`, its dense weights
+    `[classes, 16]`, its biases."""
 
-    def __init__(
-        self, count: int, colours: int, classes: int, activation: str, scale: Tensor, generator: torch.Generator
-    ):
-        self.count, self.function = count, FUNCTIONS[activation]
-        widths = [colours, *(FILTERS,) * CONVOLUTIONS]
-        self.weights = [
-            torch.randn(count, FILTERS, n, KERNEL, KERNEL, generator=generator) * (2 / (KERNEL**2 * n)) ** 0.5
-            for n in widths[:-1]
+    def __init__(self, count: int, classes: int, activation: str, scale: Tensor, generator: torch.Generator):
+        self.function = FUNCTIONS[activation]
+        widths = [1, *(FILTERS,) * CONVOLUTIONS]
+        self.shapes = [(FILTERS, KERNEL**2 * n) for n in widths[:-1]] + [(classes, FILTERS)]
+        gains = [2.0] * CONVOLUTIONS + [1.0]
+        weights = [
+            torch.randn(count, *shape, generator=generator) * (gain / shape[1]) ** 0.5 * _like(scale, 3)
+            for shape, gain in zip(self.shapes, gains, strict=True)
         ]
-        self.weights.append(torch.randn(count, FILTERS, classes, generator=generator) * FILTERS**-0.5)
-        self.biases = [torch.zeros(count, FILTERS) for _ in range(CONVOLUTIONS)] + [torch.zeros(count, classes)]
-        for w in self.weights:
-            w.mul_(_like(scale, w)).requires_grad_()
-        for b in self.biases:
-            b.requires_grad_()
+        self.shapes += [(n,) for n, _ in self.shapes]
+        biases = [torch.zeros(count, n) for n in (*(FILTERS,) * CONVOLUTIONS, classes)]
+        self.numbers = torch.cat([x.flatten(1) for x in (*weights, *biases)], dim=1).requires_grad_()
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        return [*self.weights, *self.biases]
+    def tensors(self) -> list[Tensor]:
+        """Weights, then biases, as views."""
+        parts = self.numbers.split([math.prod(shape) for shape in self.shapes], dim=1)
+        return [part.view(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def logits(self, images: Tensor, dropout: Tensor | None = None) -> Tensor:
-        """`[networks, batch, classes]` of images `[batch, networks·colours, height, width]`."""
-        x = images
-        for w, b in zip(self.weights[:-1], self.biases[:-1], strict=True):
-            x = nn.functional.conv2d(x, w.flatten(0, 1), b.flatten(), stride=STRIDE, groups=self.count)
-            x = self.function(x)
-        pooled = x.mean((2, 3)).view(len(images), self.count, FILTERS).transpose(0, 1)
+        """`[networks, classes, batch]` of images `[networks, height, width, batch]`."""
+        *tensors, output = self.tensors()
+        weights, biases = tensors[: CONVOLUTIONS + 1], tensors[CONVOLUTIONS + 1 :]
+        x = images.unsqueeze(1)
+        for w, b in zip(weights, biases, strict=False):
+            x = self.function(Convolve.apply(x, w, b))
+        pooled = x.mean((2, 3))
         if dropout is not None:
             pooled = pooled * dropout
-        return torch.baddbmm(self.biases[-1].unsqueeze(1), pooled, self.weights[-1])
+        return torch.baddbmm(output.unsqueeze(-1), weights[-1], pooled)
 
     def features(self) -> WeightFeatures:
         """The networks as they are now, in weight space."""
-        convolutions = [w.detach().flatten(3).permute(0, 3, 1, 2).contiguous() for w in self.weights[:-1]]
-        dense = self.weights[-1].detach().mT.unsqueeze(1).contiguous()
-        return WeightFeatures([*convolutions, dense], [b.detach().clone().unsqueeze(1) for b in self.biases])
+        tensors = [x.detach().clone() for x in self.tensors()]
+        weights, biases = tensors[: CONVOLUTIONS + 1], tensors[CONVOLUTIONS + 1 :]
+        convolutions = [w.unflatten(2, (KERNEL**2, -1)).transpose(1, 2).contiguous() for w in weights[:-1]]
+        return WeightFeatures([*convolutions, weights[-1].unsqueeze(1)], [b.unsqueeze(1) for b in biases])
 
 
 class Optimiser:
-    """SGD with momentum, Adam or RMSprop, another for each network, with its own learning rate and weight decay."""
+    """SGD with momentum, Adam or RMSprop, another for each network, with its own learning rate and weight decay.
 
-    def __init__(self, parameters: list[Tensor], kind: Tensor, learning_rate: Tensor, weight_decay: Tensor):
-        self.parameters, self.kind, self.rate, self.decay = parameters, kind, learning_rate, weight_decay
-        self.momentum = torch.where(kind == OPTIMISERS.index("rmsprop"), 0.0, 0.9)
-        self.means = [torch.zeros_like(p) for p in parameters]
-        self.squares = [torch.zeros_like(p) for p in parameters]
+    Args:
+        parameters: `[networks, …]`, a row per network.
+    """
+
+    def __init__(self, parameters: Tensor, kind: Tensor, learning_rate: Tensor, weight_decay: Tensor):
+        self.parameters = parameters
+        self.plain = _like(kind == OPTIMISERS.index("sgd"), 2)
+        self.rate, self.decay = _like(learning_rate, 2), _like(weight_decay, 2)
+        self.momentum = _like(torch.where(kind == OPTIMISERS.index("rmsprop"), 0.0, 0.9), 2)
+        self.mean, self.square = torch.zeros_like(parameters), torch.zeros_like(parameters)
         self.count = 0
 
     @torch.no_grad()
-    def step(self, gradients: tuple[Tensor, ...], factor: float) -> None:
+    def step(self, gradient: Tensor, factor: float) -> None:
         """One step at `factor` times the learning rate."""
         self.count += 1
-        for p, g, mean, square in zip(self.parameters, gradients, self.means, self.squares, strict=True):
-            momentum, plain = _like(self.momentum, p), _like(self.kind == OPTIMISERS.index("sgd"), p)
-            g = g + _like(self.decay, p) * p
-            # Of SGD the sum of past gradients, of the others their mean, free of bias.
-            mean.mul_(momentum).add_(torch.where(plain, g, (1 - momentum) * g))
-            square.mul_(0.99).addcmul_(g, g, value=0.01)
-            deviation = (square / (1 - 0.99**self.count)).sqrt_().add_(1e-8)
-            unbiased = mean / (1 - momentum**self.count)
-            p.sub_(_like(self.rate, p) * factor * torch.where(plain, mean, unbiased / deviation))
+        g = gradient + self.decay * self.parameters
+        # Of SGD the sum of past gradients, of the others their mean, free of bias.
+        self.mean.mul_(self.momentum).addcmul_(g, torch.where(self.plain, 1.0, 1 - self.momentum))
+        self.square.mul_(0.99).addcmul_(g, g, value=0.01)
+        deviation = (self.square / (1 - 0.99**self.count)).sqrt_().add_(1e-8)
+        unbiased = self.mean / (1 - self.momentum**self.count)
+        self.parameters -= self.rate * factor * torch.where(self.plain, self.mean, unbiased / deviation)
 
 
 class ZooMaker:
@@ -133,7 +179,7 @@ class ZooMaker:
         mean, deviation = pixels.mean(), pixels.std()
         chosen = _balanced(images.test_labels, test_images)
         self.train, self.test = (
-            (x.float() / 255 - mean).div(deviation).permute(0, 3, 1, 2).contiguous()
+            (x.float() / 255 - mean).div(deviation).squeeze(-1)  # [images, height, width]
             for x in (images.train, images.test[chosen])
         )
         self.train_labels, self.test_labels = images.train_labels, images.test_labels[chosen]
@@ -160,8 +206,9 @@ class ZooMaker:
         drawn = self._draw(count, generator)
         low, high = self.steps
         steps = round(math.exp(_uniform(1, math.log(low), math.log(high), generator).item()))
-        group = Group(count, 1, self.classes, self.activation, drawn["init_scale"], generator)
-        optimiser = Optimiser(group.parameters, drawn["optimiser"], drawn["learning_rate"], drawn["weight_decay"])
+        group = Group(count, self.classes, self.activation, drawn["init_scale"], generator)
+        optimiser = Optimiser(group.numbers, drawn["optimiser"], drawn["learning_rate"], drawn["weight_decay"])
+        dropout = drawn["dropout"][:, None, None]
         keep = {max(1, round(share * steps)) for share in CHECKPOINTS}
         seen = (drawn["fraction"] * len(self.train)).long().clamp_min(BATCH)
         offset = torch.randint(len(self.train), (count,), generator=generator)
@@ -169,16 +216,13 @@ class ZooMaker:
         columns: dict[str, list[Tensor]] = {name: [] for name in COLUMNS}
         split = self._splits()[first : first + count]
         for step in range(1, steps + 1):
-            picked = (torch.rand(BATCH, count, generator=generator) * seen).long()
-            index = (offset + picked) % len(self.train)  # [batch, networks], a window of the images for each network
-            dropped = torch.rand(count, BATCH, FILTERS, generator=generator) < drawn["dropout"][:, None, None]
-            dropout = (~dropped).float() / (1 - drawn["dropout"])[:, None, None]
-            logits = group.logits(self.train[index].squeeze(2), dropout)
-            losses = nn.functional.cross_entropy(
-                logits.flatten(0, 1), self.train_labels[index.T].flatten(), reduction="sum"
-            )
-            gradients = torch.autograd.grad(losses / BATCH, group.parameters)
-            optimiser.step(gradients, 0.5 * (1 + math.cos(math.pi * (step - 1) / steps)))
+            picked = (torch.rand(count, BATCH, generator=generator) * seen.unsqueeze(1)).long()
+            index = (offset.unsqueeze(1) + picked) % len(self.train)  # a window of the images for each network
+            kept = (torch.rand(count, FILTERS, BATCH, generator=generator) >= dropout) / (1 - dropout)
+            logits = group.logits(_batch_last(self.train[index]), kept)
+            losses = nn.functional.cross_entropy(logits, self.train_labels[index], reduction="sum")
+            (gradient,) = torch.autograd.grad(losses / BATCH, group.numbers)
+            optimiser.step(gradient, 0.5 * (1 + math.cos(math.pi * (step - 1) / steps)))
             if step in keep:
                 accuracy, loss = self._evaluate(group)
                 features.append(group.features())
@@ -200,8 +244,8 @@ class ZooMaker:
     def _draw(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Hyper-parameters of each network, `[count]`."""
         kind = torch.randint(len(OPTIMISERS), (count,), generator=generator)
-        sgd = _log_uniform(count, 5e-4, 5e-2, generator)
-        adaptive = _log_uniform(count, 1e-4, 1e-2, generator)
+        sgd = _log_uniform(count, 1e-3, 5e-2, generator)
+        adaptive = _log_uniform(count, 2e-4, 1e-2, generator)
         decays = torch.rand(count, generator=generator) < 0.5
         drops = torch.rand(count, generator=generator) < 0.5
         return {
@@ -222,13 +266,18 @@ class ZooMaker:
     @torch.no_grad()
     def _evaluate(self, group: Group) -> tuple[Tensor, Tensor]:
         """Accuracy and mean cross-entropy of each network on the test images."""
-        right, loss = torch.zeros(group.count), torch.zeros(group.count)
-        for images, labels in zip(self.test.split(128), self.test_labels.split(128), strict=True):
-            logits = group.logits(images.expand(-1, group.count, -1, -1))
-            right += (logits.argmax(-1) == labels).sum(-1)
-            losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels.repeat(group.count), reduction="none")
-            loss += losses.view(group.count, -1).sum(-1)
+        count = len(group.numbers)
+        right, loss = torch.zeros(count), torch.zeros(count)
+        for images, labels in zip(self.test.split(64), self.test_labels.split(64), strict=True):
+            logits = group.logits(_batch_last(images.unsqueeze(0)).expand(count, -1, -1, -1))
+            right += (logits.argmax(1) == labels).sum(-1)
+            loss += nn.functional.cross_entropy(logits, labels.expand(count, -1), reduction="none").sum(-1)
         return right / len(self.test), loss / len(self.test)
+
+
+def _batch_last(images: Tensor) -> Tensor:
+    """`[networks, batch, height, width]` to `[networks, height, width, batch]`."""
+    return images.permute(0, 2, 3, 1).contiguous()
 
 
 def _balanced(labels: Tensor, count: int) -> Tensor:
@@ -238,8 +287,9 @@ def _balanced(labels: Tensor, count: int) -> Tensor:
     return torch.cat([(labels == label).nonzero().flatten()[:each] for label in labels.unique()])
 
 
-def _like(per_network: Tensor, x: Tensor) -> Tensor:
-    return per_network.view(-1, *(1,) * (x.dim() - 1))
+def _like(per_network: Tensor, dimensions: int) -> Tensor:
+    """`[networks, 1, …]`."""
+    return per_network.view(-1, *(1,) * (dimensions - 1))
 
 
 def _uniform(count: int, low: float, high: float, generator: torch.Generator) -> Tensor:
@@ -251,9 +301,9 @@ def _log_uniform(count: int, low: float, high: float, generator: torch.Generator
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_making_arguments(parser, count=1024, what="CNNs", per_shard=32)
+    add_making_arguments(parser, count=1024, what="CNNs", per_shard=16)
     parser.add_argument("--activation", choices=("relu", "tanh"), default="relu")
-    parser.add_argument("--steps", type=int, nargs=2, default=(200, 600), metavar=("LEAST", "MOST"), help="of training")
+    parser.add_argument("--steps", type=int, nargs=2, default=(300, 1200), metavar=("LEAST", "MOST"), help="of training")
     parser.add_argument("--test-images", type=int, default=3000, help="that accuracies are measured on")
     parser.set_defaults(run=run)
 
