@@ -60,7 +60,8 @@ CONFIGS: dict[str, dict[str, Config]] = {
         },
     },
 }
-"""By task and name. `models` has what differs from the paper's sizes, by model; all else are fields of `Settings`.
+"""By task and name. `models` has what differs from the paper's sizes, by model, `training` what differs from the fields of
+`Settings` that are all else.
 
 MAGEP in "small" divides networks by their scale: among those that `data zoo` makes are some of very large weights.
 """
@@ -78,7 +79,7 @@ def read_config(task: str, name: str) -> Config:
         raise FileNotFoundError(f"no config {name!r} of {task}: expected one of {known}, or a JSON file") from error
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
-    known_fields = {field.name for field in fields(Settings)} - {"model"} | {"models"}
+    known_fields = {field.name for field in fields(Settings)} - {"model"} | {"models", "training"}
     unknown, missing = (
         set(config) - known_fields,
         {"steps", "batch_size", "learning_rate", "evaluate_every"} - set(config),
@@ -92,6 +93,8 @@ def read_config(task: str, name: str) -> Config:
 
 def settings(config: Config, system: str, **changes: Any) -> Settings:
     """Settings for one model; changes that are None are none."""
-    plain = {key: value for key, value in config.items() if key != "models"}
+    name = system.partition(":")[0]
+    plain = {key: value for key, value in config.items() if key not in ("models", "training")}
+    plain |= config.get("training", {}).get(name, {})
     plain |= {key: value for key, value in changes.items() if value is not None}
-    return Settings(**plain, model=config.get("models", {}).get(system.partition(":")[0], {}))
+    return Settings(**plain, model=config.get("models", {}).get(name, {}))

@@ -43,9 +43,10 @@ class Settings:
     Args:
         steps: batches in all.
         batch_size: over all processes.
-        learning_rate: of Adam.
+        learning_rate: of AdamW.
         schedule: "constant", or "cosine" to zero after `warmup` steps of linear growth.
         evaluate_every: steps between evaluations on the validation split, which are checkpoints too.
+        weight_decay: of AdamW, times the learning rate; with 0 it is Adam.
         patience: evaluations without a better one after which to stop; None for never.
         precision: of autocast; parameters stay in float32.
         model: settings of the model that differ from its defaults, the paper's.
@@ -57,6 +58,7 @@ class Settings:
     evaluate_every: int
     schedule: Literal["constant", "cosine"] = "constant"
     warmup: int = 0
+    weight_decay: float = 0.0
     patience: int | None = None
     precision: Precision = "float32"
     model: dict[str, Any] = field(default_factory=dict)
@@ -194,7 +196,9 @@ class Run:
         self.model = task.systems[system](source.space, settings.model).to(world.device)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.parameters = sum(p.numel() for p in trained)
-        self.optimiser = torch.optim.Adam(trained, lr=settings.learning_rate, fused=True)
+        self.optimiser = torch.optim.AdamW(
+            trained, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+        )
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "float16")
         self.shared: nn.Module = self.model
         if world.size > 1:
