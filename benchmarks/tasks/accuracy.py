@@ -48,15 +48,15 @@ class Part:
 
 
 PARTS = (
-    Part("generalization", "relu", ("MAGEP", *RIVALS), 3),
+    Part("generalization", "relu", ("MAGEP", "path norms", *RIVALS), 3),
     *(Part("generalization", "relu", ("MAGEP", "STATNN"), 3, augment=i) for i in (4, 1, 2, 3)),
     Part("generalization", "relu", ("NP", "HNP", "Monomial-NFN"), 1, augment=4),
     Part("inr-classify", "inr", ("MAGEP", "MLP"), 3),
     Part("inr-classify", "inr", ("NP", "HNP", "Monomial-NFN"), 1),
     Part("inr-edit", "inr", ("MAGEP", "MLP"), 3, change="dilate"),
     Part("inr-edit", "inr", ("NP", "HNP", "Monomial-NFN"), 1, change="dilate"),
-    Part("generalization", "tanh", ("MAGEP", *RIVALS), 1),
-    Part("generalization", "relu", ("ablation",), 1),
+    Part("generalization", "relu", ("ablation",), 3),
+    Part("generalization", "tanh", ("MAGEP", "path norms", *RIVALS), 3),
 )
 """In order of importance: `--minutes` may end the command anywhere."""
 

@@ -9,7 +9,7 @@ from benchmarks.tasks.command import mean_and_deviation
 
 Row = dict[str, str]
 NOTES = "notes.md"
-ORDER = ("MLP", "STATNN", "NP", "HNP", "Monomial-NFN", "MAGEP")
+ORDER = ("MLP", "STATNN", "NP", "HNP", "Monomial-NFN", "path norms", "MAGEP")
 
 
 def write(folder: Path, rows: list[Row]) -> None:
@@ -94,7 +94,7 @@ def _editing(rows: list[Row]) -> str:
 
 
 def _all_runs(rows: list[Row]) -> str:
-    columns = ("task", "subset", "model", "augment", "seed", "test", "val", "steps", "seconds")
+    columns = ("task", "subset", "model", "augment", "seed", "test", "val", "steps", "learning_rate", "seconds")
     lines = [_line(*columns), _rule(len(columns))]
     lines += [_line(*(_number(r[c]) if c in ("test", "val") else r[c] for c in columns)) for r in rows]
     return "## Every run\n\n" + "\n".join(lines)
@@ -102,9 +102,11 @@ def _all_runs(rows: list[Row]) -> str:
 
 def _about(rows: list[Row]) -> str:
     r = rows[0]
+    rates = sorted({float(row["learning_rate"]) for row in rows})
+    rate = f"learning rate {rates[0]:g}" if len(rates) == 1 else f"learning rates {rates[0]:g} to {rates[-1]:g}"
     return (
         f"Networks of {r['images']} images: {r['train_networks']} for training, {r['test_networks']} for testing; "
-        f"{r['steps']} steps of {r['batch_size']} for every model, learning rate {r['learning_rate']} with a cosine."
+        f"{r['steps']} steps of {r['batch_size']} for every model, {rate} with a cosine."
     )
 
 
