@@ -141,8 +141,9 @@ def test_a_run_learns_and_says_so(tmp_path):
 
 def test_a_killed_run_goes_on_to_the_same_result(tmp_path, monkeypatch):
     source = Source(write_zoo(tmp_path / "data"))
+    noisy = replace(TINY, weight_noise=0.1, weight_decay=0.1)
     with Progress(disable=True) as progress:
-        whole = run(source, folder=tmp_path / "whole")
+        whole = run(source, noisy, folder=tmp_path / "whole")
         expected = whole.train(progress)
         step = Run.step
 
@@ -153,16 +154,27 @@ def test_a_killed_run_goes_on_to_the_same_result(tmp_path, monkeypatch):
 
         monkeypatch.setattr(Run, "step", killed)
         with pytest.raises(KeyboardInterrupt):
-            run(source, folder=tmp_path / "run").train(progress)
+            run(source, noisy, folder=tmp_path / "run").train(progress)
         monkeypatch.setattr(Run, "step", step)
-        again = run(source, folder=tmp_path / "run")
+        again = run(source, noisy, folder=tmp_path / "run")
         assert again.state.step == 4
         found = again.train(progress)
     assert found | {"seconds": 0} == expected | {"seconds": 0}
     for name, x in whole.model.state_dict().items():
         assert torch.equal(x, again.model.state_dict()[name]), name
     with pytest.raises(ValueError, match="is of another run \\(other learning_rate\\)"):
-        run(source, replace(TINY, learning_rate=2e-3), folder=tmp_path / "run")
+        run(source, replace(noisy, learning_rate=2e-3), folder=tmp_path / "run")
+
+
+def test_noise_and_decay_change_training_and_not_evaluation(tmp_path):
+    source = Source(write_zoo(tmp_path))
+    plain, noisy = (run(source, replace(TINY, weight_noise=noise)) for noise in (0.0, 0.5))
+    assert plain.evaluate("val") == noisy.evaluate("val") == noisy.evaluate("val")
+    assert not torch.equal(plain.step(), noisy.step())
+    decayed = run(source, replace(TINY, weight_decay=500.0, learning_rate=1e-3))
+    before = sum(p.norm() for p in decayed.model.parameters())
+    decayed.step()
+    assert sum(p.norm() for p in decayed.model.parameters()) < 0.6 * before
 
 
 def test_seeds_differ_and_are_the_same_again(tmp_path):

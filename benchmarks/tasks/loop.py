@@ -47,6 +47,8 @@ class Settings:
         schedule: "constant", or "cosine" to zero after `warmup` steps of linear growth.
         evaluate_every: steps between evaluations on the validation split, which are checkpoints too.
         weight_decay: of AdamW, times the learning rate; with 0 it is Adam.
+        weight_noise: standard deviation of factors around 1 that every weight and bias of a training batch is multiplied
+            by. Symmetries stay, as each factor is drawn alike.
         patience: evaluations without a better one after which to stop; None for never.
         precision: of autocast; parameters stay in float32.
         model: settings of the model that differ from its defaults, the paper's.
@@ -59,6 +61,7 @@ class Settings:
     schedule: Literal["constant", "cosine"] = "constant"
     warmup: int = 0
     weight_decay: float = 0.0
+    weight_noise: float = 0.0
     patience: int | None = None
     precision: Precision = "float32"
     model: dict[str, Any] = field(default_factory=dict)
@@ -259,7 +262,9 @@ class Run:
         """One batch; this process's loss, left on the device."""
         state = self.state
         networks, targets = self.lanes.batch(state.step)
-        torch.manual_seed(seeded(self.seed, 3, state.step, self.world.rank).initial_seed())  # of dropout
+        torch.manual_seed(seeded(self.seed, 3, state.step, self.world.rank).initial_seed())  # of noise, dropout
+        if noise := self.settings.weight_noise:
+            networks = networks.map(lambda x: x * (1 + noise * torch.randn_like(x)))
         self.model.train()
         for group in self.optimiser.param_groups:
             group["lr"] = self.settings.rate(state.step)
