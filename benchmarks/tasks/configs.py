@@ -16,14 +16,14 @@ CONFIGS: dict[str, dict[str, Config]] = {
         "paper": {"steps": 37_850, "batch_size": 8, "learning_rate": 1e-3, "evaluate_every": 757, "patience": 10},
         "small": {
             "steps": 1200,
-            "batch_size": 16,
+            "batch_size": 32,
             "learning_rate": 2e-3,
             "schedule": "cosine",
             "warmup": 100,
             "evaluate_every": 200,
             "weight_noise": 0.2,
             "training": {"MAGEP": {"learning_rate": 4e-3, "weight_decay": 1.0}},
-            "models": {"MAGEP": {"unit_paths": True, "init": "xavier_normal"}},
+            "models": {"MAGEP": {"unit_paths": True, "init": "xavier_normal", "invariants": 40}},
         },
     },
     "inr-classify": {
