@@ -149,8 +149,8 @@ class CnnGeneralization(Config):
         ]
         inputs = self.invariants
         if self.unit_paths:
-            layers = [UnitPathInvariants(space, nn.Sequential(*layers))]
-            inputs += layers[0].divide.norms
+            with_norms = UnitPathInvariants(space, nn.Sequential(*layers))
+            layers, inputs = [with_norms], inputs + with_norms.divide.norms
         return nn.Sequential(*layers, mlp(inputs, self.hidden, self.hidden, 1), nn.Sigmoid())
 
 

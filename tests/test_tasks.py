@@ -108,7 +108,9 @@ def test_division_by_the_scale_of_paths_respects_the_symmetry_and_bounds_the_ran
         torch.testing.assert_close(moved_norms, norms)
     assert log_scale.abs().max() < 1
     large, large_norms = divide(features.map(lambda x: 1000 * x))
-    torch.testing.assert_close(large_norms[:, :1] - log_scale.float(), torch.full((5, 1), math.log(1000)), atol=0.2, rtol=0)
+    torch.testing.assert_close(
+        large_norms[:, :1] - log_scale.float(), torch.full((5, 1), math.log(1000)), atol=0.2, rtol=0
+    )
     assert large.weights[1].abs().max() < 10
 
 
@@ -117,7 +119,10 @@ def test_path_sums_are_sums_over_paths():
     (first, last), (b1, b2) = ([x[0].abs() for x in xs] for xs in (features.weights, features.biases))
     for power in (1, 2):
         paths = [
-            [first[t, k, j] * last[0, i, k] for t, k, j, i in itertools.product(range(4), range(3), range(2), range(2))],
+            [
+                first[t, k, j] * last[0, i, k]
+                for t, k, j, i in itertools.product(range(4), range(3), range(2), range(2))
+            ],
             [b1[0, k] * last[0, i, k] for k, i in itertools.product(range(3), range(2))],
             list(b2[0]),
         ]

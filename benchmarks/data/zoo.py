@@ -92,45 +92,44 @@ def _taps(x: Tensor, height: int, width: int) -> list[Tensor]:
 
 
 class Group:
-    """CNNs that train side by side, each a row of `numbers` `[networks, …]`: its kernels `[16, 9·in]`, its dense weights
-    `[classes, 16]`, its biases."""
+    """CNNs that train side by side, each a row of `numbers` `[networks, …]`: its kernels `[16, 9·in]`, its dense
+    weights `[classes, 16]`, its biases."""
 
     def __init__(self, count: int, classes: int, activation: str, scale: Tensor, generator: torch.Generator):
         self.function = FUNCTIONS[activation]
         widths = [1, *(FILTERS,) * CONVOLUTIONS]
-        self.shapes = [(FILTERS, KERNEL**2 * n) for n in widths[:-1]] + [(classes, FILTERS)]
+        matrices = [(FILTERS, KERNEL**2 * n) for n in widths[:-1]] + [(classes, FILTERS)]
         gains = [2.0] * CONVOLUTIONS + [1.0]
         weights = [
             torch.randn(count, *shape, generator=generator) * (gain / shape[1]) ** 0.5 * _like(scale, 3)
-            for shape, gain in zip(self.shapes, gains, strict=True)
+            for shape, gain in zip(matrices, gains, strict=True)
         ]
-        self.shapes += [(n,) for n, _ in self.shapes]
-        biases = [torch.zeros(count, n) for n in (*(FILTERS,) * CONVOLUTIONS, classes)]
+        biases = [torch.zeros(count, rows) for rows, _ in matrices]
+        self.shapes: list[tuple[int, ...]] = [*matrices, *((rows,) for rows, _ in matrices)]
         self.numbers = torch.cat([x.flatten(1) for x in (*weights, *biases)], dim=1).requires_grad_()
 
-    def tensors(self) -> list[Tensor]:
-        """Weights, then biases, as views."""
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and biases, as views."""
         parts = self.numbers.split([math.prod(shape) for shape in self.shapes], dim=1)
-        return [part.view(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        views = [part.view(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return views[: CONVOLUTIONS + 1], views[CONVOLUTIONS + 1 :]
 
     def logits(self, images: Tensor, dropout: Tensor | None = None) -> Tensor:
         """`[networks, classes, batch]` of images `[networks, height, width, batch]`."""
-        *tensors, output = self.tensors()
-        weights, biases = tensors[: CONVOLUTIONS + 1], tensors[CONVOLUTIONS + 1 :]
+        (*kernels, dense), (*biases, output) = self.tensors()
         x = images.unsqueeze(1)
-        for w, b in zip(weights, biases, strict=False):
+        for w, b in zip(kernels, biases, strict=True):
             x = self.function(Convolve.apply(x, w, b))
         pooled = x.mean((2, 3))
         if dropout is not None:
             pooled = pooled * dropout
-        return torch.baddbmm(output.unsqueeze(-1), weights[-1], pooled)
+        return torch.baddbmm(output.unsqueeze(-1), dense, pooled)
 
     def features(self) -> WeightFeatures:
         """The networks as they are now, in weight space."""
-        tensors = [x.detach().clone() for x in self.tensors()]
-        weights, biases = tensors[: CONVOLUTIONS + 1], tensors[CONVOLUTIONS + 1 :]
-        convolutions = [w.unflatten(2, (KERNEL**2, -1)).transpose(1, 2).contiguous() for w in weights[:-1]]
-        return WeightFeatures([*convolutions, weights[-1].unsqueeze(1)], [b.unsqueeze(1) for b in biases])
+        (*kernels, dense), biases = ([x.detach().clone() for x in xs] for xs in self.tensors())
+        convolutions = [w.unflatten(2, (KERNEL**2, -1)).transpose(1, 2).contiguous() for w in kernels]
+        return WeightFeatures([*convolutions, dense.unsqueeze(1)], [b.unsqueeze(1) for b in biases])
 
 
 class Optimiser:

@@ -62,8 +62,8 @@ CONFIGS: dict[str, dict[str, Config]] = {
         },
     },
 }
-"""By task and name. `models` has what differs from the paper's sizes, by model, `training` what differs from the fields of
-`Settings` that are all else.
+"""By task and name. `models` has what differs from the paper's sizes, by model; all else are fields of `Settings`, and
+`training` has those that differ for one model.
 
 MAGEP in "small" divides networks by their scale: among those that `data zoo` makes are some of very large weights.
 """

@@ -47,8 +47,8 @@ class Settings:
         schedule: "constant", or "cosine" to zero after `warmup` steps of linear growth.
         evaluate_every: steps between evaluations on the validation split, which are checkpoints too.
         weight_decay: of AdamW, times the learning rate; with 0 it is Adam.
-        weight_noise: standard deviation of factors around 1 that every weight and bias of a training batch is multiplied
-            by. Symmetries stay, as each factor is drawn alike.
+        weight_noise: standard deviation of the factors around 1 by which every weight and bias of a training batch is
+            multiplied; a factor does not care how its weight is scaled.
         patience: evaluations without a better one after which to stop; None for never.
         precision: of autocast; parameters stay in float32.
         model: settings of the model that differ from its defaults, the paper's.
