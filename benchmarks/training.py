@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,46 @@ class Dataset:
         return WeightFeatures(tensors[:L], tensors[L:]), self.targets.index_select(0, index)
 
 
+class Adam:
+    """torch's fused Adam without the work that torch.optim.Adam repeats in Python at every step: the lists of tensors
+    stay, and one counter of steps serves all parameters. Parameters that have no gradient at the first step are left
+    alone, and all others must have one at every step."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], learning_rate: float):
+        self.parameters = list(parameters)
+        self.learning_rate = learning_rate
+        self.trained: list[Tensor] = []
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if not self.trained:
+            self.trained = [p for p in self.parameters if p.grad is not None]
+            self.means = [torch.zeros_like(p) for p in self.trained]
+            self.squares = [torch.zeros_like(p) for p in self.trained]
+            self.count = torch.zeros((), device=self.trained[0].device)
+        grads = [p.grad for p in self.trained if p.grad is not None]
+        self.count += 1
+        torch._fused_adam_(
+            self.trained,
+            grads,
+            self.means,
+            self.squares,
+            [],
+            [self.count] * len(self.trained),
+            lr=self.learning_rate,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.0,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
 class Trainer:
     """Adam on batches in random order, epoch after epoch: `step()` is one batch."""
 
@@ -61,7 +101,7 @@ class Trainer:
     ):
         self.model, self.data, self.loss, self.batch_size = model, data, loss, batch_size
         trained = [p for p in model.parameters() if p.requires_grad]
-        self.optimiser = torch.optim.Adam(trained, lr=learning_rate, fused=True)
+        self.optimiser = Adam(trained, learning_rate)
         self.generator = torch.Generator().manual_seed(seed)
         self.batches = self._batches()
 

@@ -71,15 +71,16 @@ class _PolynomialLayer(nn.Module):
             self._accepted = signature
 
     def _signature(self, features: WeightFeatures) -> list[object] | None:
-        """All that `_check_all` looks at, or None for what is worth a full check: no features, or symbolic sizes."""
+        """All that `_check_all` looks at, or None for what is worth a full check: no features, or tensors of a
+        subclass, whose sizes may be symbolic."""
         if not isinstance(features, WeightFeatures):
             return None
         parameter = getattr(self, self.table.outputs[0].name)
         signature: list[object] = [len(features.weights), parameter.dtype, parameter.device]
-        for x in (*features.weights, *features.biases):
-            if not isinstance(x, Tensor) or any(type(n) is not int for n in x.shape):
+        for x in features.tensors():
+            if type(x) is not Tensor and type(x) is not nn.Parameter:
                 return None
-            signature.append((x.shape, x.dtype, x.device))
+            signature += (x.shape, x.dtype, x.device)
         return [*signature, autocast_dtype(features)] if features.biases else None
 
     def __getstate__(self) -> dict[str, object]:

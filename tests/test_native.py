@@ -273,6 +273,22 @@ def test_edges_agree_with_the_reference(kind, case, dtype, tolerance):
     assert max(errors(found, exact_derivatives(layer, features, seeds))) <= tolerance
 
 
+@pytest.mark.parametrize("width", [256, 257])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_large_gradients_of_invariant_layers(width, dtype):
+    """Those of more than 8 MiB are written around the caches, where rows begin at a vector's boundary."""
+    layer = MagepInvariant(WeightSpace((2, width, width, 1)), 8, 3, dtype=dtype)
+    features = random_features(layer.table.space, 8, 5).to(dtype).map(lambda x: x.requires_grad_())
+    found, expected = [], []
+    with threads(2):
+        for backend, gradients in (("cpu", found), ("torch", expected)):
+            with use_backend(backend):
+                gradients += torch.autograd.grad(layer(features).square().sum(), features.tensors())
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= tolerance * b.norm()
+
+
 @every_layer
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 @pytest.mark.parametrize("widths", [(3, 9, 8, 2), (3, 9, 8, 1), (2, 5, 3)])

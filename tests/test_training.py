@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.training import Dataset, Trainer
+from benchmarks.training import Adam, Dataset, Trainer
 from benchmarks.zoo import CNN, make_accuracies, make_classes, make_networks, read_zoo
 from magep_fast import GroupElement, WeightSpace, from_modules
 from magep_fast.models import CnnGeneralization
@@ -96,3 +96,20 @@ def test_the_zoo_is_read_as_published(tmp_path):
     (tmp_path / "layout.csv").unlink()
     with pytest.raises(FileNotFoundError, match=r"has no layout\.csv"):
         read_zoo(tmp_path, "relu", 2)
+
+
+def test_adam_is_torch_s():
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(3, 4), nn.Linear(3, 4)
+    theirs.load_state_dict(ours.state_dict())
+    unused = nn.Parameter(torch.ones(2))
+    pairs = ((ours, Adam([*ours.parameters(), unused], 0.01)), (theirs, torch.optim.Adam(theirs.parameters(), 0.01)))
+    for _ in range(5):
+        x = torch.randn(8, 3)
+        for model, optimiser in pairs:
+            optimiser.zero_grad()
+            model(x).square().sum().backward()
+            optimiser.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    assert torch.equal(unused, torch.ones(2))

@@ -78,8 +78,11 @@ inline int64_t widest(const Shape& s) { return *std::max_element(s.n.begin(), s.
 
 template <typename S, typename T>
 int64_t chain_scratch(const Shape& s) {
-  return (s.n_0() + 1) * s.n_L() + largest_matrix<S, T>(s) + 64;
+  return (s.n_0() + 1) * s.n_L() + largest_matrix<S, T>(s) + kTransposedBlock + 64;
 }
+
+// How far ahead of the weights in use to fetch: the next channel, or some pages of a large matrix.
+inline int64_t next_weights(const Shape& s, int64_t i) { return std::min<int64_t>(4096, s.n[i] * s.n[i - 1]); }
 
 // Fills A (and with `suffix` S and R) of one network and channel.
 template <typename S, typename T>
@@ -88,6 +91,7 @@ void chain_forward(const Network<S, T>& x, int64_t net, int64_t channel, bool su
   const Layout& at = x.at;
   const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L();
   T* space = scratch.take(largest_matrix<S, T>(s));
+  T* transposed = scratch.take(kTransposedBlock);
   const auto part = [&](const Section& section) { return saved + section.offset + channel * section.channel_stride; };
   for (int64_t i = 1; i <= L; ++i) {
     const Section& to = at.A[i];
@@ -98,8 +102,8 @@ void chain_forward(const Network<S, T>& x, int64_t net, int64_t channel, bool su
     } else {
       const Section& from = at.A[i - 1];
       const T* w = weight_as(x, i, net, channel, space);
-      gemm_dot<T>(from.rows, s.n[i], s.n[i - 1], part(from), from.row_stride, w, s.n[i - 1], part(to), to.row_stride,
-                  false);
+      gemm_transposed<T>(from.rows, s.n[i], s.n[i - 1], part(from), from.row_stride, w, s.n[i - 1], part(to),
+                         to.row_stride, false, transposed, next_weights(s, i));
     }
     load_row(x.bias(i, net, channel), s.n[i], part(to) + (to.rows - 1) * to.row_stride);
   }
@@ -131,11 +135,14 @@ void chain_forward(const Network<S, T>& x, int64_t net, int64_t channel, bool su
   }
 }
 
-// Adds the gradients that reach the weights through the chains. `grad` holds the gradients of everything in `saved`;
-// W_bar[i - 1] those of the weights of all layers but the first, so far, with `fresh` saying that nothing is there yet.
+// What is done with gradients of weights of all layers but the first: added to those already there, or written for the
+// first time, around the caches where there are so many that they would not stay.
+enum class WeightGradients { add, write, stream };
+
+// The gradients that reach the weights through the chains. `grad` holds the gradients of everything in `saved`.
 template <typename S, typename T>
 void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool suffix, const T* saved, T* grad,
-                    T* psi_bar, S* const* W_bar, S* const* b_bar, bool fresh, Scratch<T> scratch) {
+                    T* psi_bar, S* const* W_bar, S* const* b_bar, WeightGradients how, Scratch<T> scratch) {
   const Shape& s = x.s;
   const Layout& at = x.at;
   const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L(), d = s.d;
@@ -144,6 +151,7 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
     return grad + section.offset + channel * section.channel_stride;
   };
   T* space = scratch.take(largest_matrix<S, T>(s));
+  T* transposed = scratch.take(kTransposedBlock);
   T* product = scratch.take((n_0 + 1) * n_L);
 
   if (suffix) {
@@ -158,7 +166,8 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
       gemm<T>(n_L, s.n[i - 1], right.rows, {psi.data + skip * psi.row_stride, psi.column_stride, psi.row_stride}, R_bar,
               right.row_stride, grad_part(S_t), S_t.row_stride, true);
       // [Psi; psi]_bar += R_bar S^T
-      gemm_dot<T>(right.rows, n_L, s.n[i - 1], R_bar, right.row_stride, part(S_t), S_t.row_stride, product, n_L, false);
+      gemm_transposed<T>(right.rows, n_L, s.n[i - 1], R_bar, right.row_stride, part(S_t), S_t.row_stride, product, n_L,
+                         false, transposed);
       for (int64_t q = 0; q < right.rows; ++q)
         for (int64_t p = 0; p < n_L; ++p) pair_bar[((q + skip) * n_L + p) * d] += product[q * n_L + p];
     }
@@ -166,8 +175,8 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
     for (int64_t t = 1; t + 1 < L; ++t) {
       const Section &from = at.S[t], &to = at.S[t + 1];
       const T* w = weight_as(x, t + 1, net, channel, space);
-      gemm_dot<T>(n_L, s.n[t + 1], s.n[t], grad_part(from), from.row_stride, w, s.n[t], grad_part(to), to.row_stride,
-                  true);
+      gemm_transposed<T>(n_L, s.n[t + 1], s.n[t], grad_part(from), from.row_stride, w, s.n[t], grad_part(to),
+                         to.row_stride, true, transposed, next_weights(s, t + 1));
     }
   }
 
@@ -191,11 +200,13 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
     const Section& before = at.A[i - 1];
     {
       const T* w = weight_as(x, i, net, channel, space);
-      gemm<T>(c - 1, m, n, {A_bar, a.row_stride, 1}, w, m, grad_part(before), before.row_stride, true);
+      // Without suffixes nothing else uses A_(i-1), so that this is all of its gradient.
+      gemm<T>(c - 1, m, n, {A_bar, a.row_stride, 1}, w, m, grad_part(before), before.row_stride, suffix,
+              next_weights(s, i));
     }
     // W_bar_i += A_bar_i [A_(i-1) | b_(i-1)]^T + S_i^T S_bar_(i-1), and S_bar_(L-1) itself for i = L.
     T* sum;
-    bool accumulate = !fresh;
+    bool accumulate = how == WeightGradients::add;
     if constexpr (std::is_same_v<S, T>) {
       sum = out;
     } else {
@@ -207,15 +218,17 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
       for (int64_t p = 0; p < n; ++p) std::memcpy(sum + p * m, grad_part(S_t) + p * S_t.row_stride, m * sizeof(T));
       accumulate = true;
     }
-    constexpr int64_t kRows = 48;
-    for (int64_t j = 0; j < n; j += kRows) {
-      const int64_t rows = std::min(kRows, n - j);
-      gemm<T>(rows, m, c - 1, {A_bar + j, 1, a.row_stride}, part(before), before.row_stride, sum + j * m, m,
-              accumulate);
+    const bool stream = std::is_same_v<S, T> && how == WeightGradients::stream && m <= kTransposedBlock;
+    const int64_t size = stream ? std::min<int64_t>(48, kTransposedBlock / m) : 48;
+    for (int64_t j = 0; j < n; j += size) {
+      const int64_t rows = std::min(size, n - j);
+      T* to = stream ? transposed : sum + j * m;
+      gemm<T>(rows, m, c - 1, {A_bar + j, 1, a.row_stride}, part(before), before.row_stride, to, m, accumulate);
       if (suffix && i < L) {
         const Section &S_i = at.S[i], &S_t = at.S[i - 1];
-        gemm<T>(rows, m, n_L, {part(S_i) + j, 1, S_i.row_stride}, grad_part(S_t), S_t.row_stride, sum + j * m, m, true);
+        gemm<T>(rows, m, n_L, {part(S_i) + j, 1, S_i.row_stride}, grad_part(S_t), S_t.row_stride, to, m, true);
       }
+      if (stream) stream_row(to, rows * m, sum + j * m);
     }
     if constexpr (!std::is_same_v<S, T>) store_row(sum, n * m, out);
   }
@@ -275,7 +288,8 @@ void chain_products_backward(const Shape& batch, const S* const* A_bar, const S*
         for (int64_t p = 0; p < s.n_L(); ++p)
           load_row(suffixes_bar[t - 1] + (net * s.n_L() + p) * s.n[t], s.n[t],
                    grad + at.S[t].offset + p * at.S[t].row_stride);
-      chain_backward(x, net, 0, true, own, grad, static_cast<T*>(nullptr), W_bar, b_bar, true, scratch);
+      chain_backward(x, net, 0, true, own, grad, static_cast<T*>(nullptr), W_bar, b_bar, WeightGradients::write,
+                     scratch);
     }
   });
 }

@@ -58,7 +58,8 @@ struct EquivariantCall {
     int64_t middle = 0;
     for (int64_t i = 2; i < L; ++i) {
       const Tile tile(s, i, sizeof(T));
-      middle = std::max(middle, (6 * s.d + 2 * s.e + 16) * tile.ld() + s.d * s.rank() * wide + 3 * s.d * s.e);
+      middle =
+          std::max(middle, (6 * s.d + s.e + 16) * tile.ld() + s.d * s.rank() * wide + 3 * s.d * s.e + kTransposedBlock);
       const int64_t ld = single_output_rows(i) * s.n[i - 1] + 16;
       middle = std::max(middle, (4 * s.n[i] + s.n[i - 1]) * s.d + 5 * s.d * s.e + (3 * s.d + 2 * s.e) * ld +
                                     2 * kMaxRows * single_output_rows(i) * s.d + 256);
@@ -66,7 +67,7 @@ struct EquivariantCall {
     middle += (2 * s.d + 1) * s.rank() * wide + n_0 * n_L + 64;  // the left factor P Psi and its gradient
     const int64_t rows = row_block_size(s.e * n_L, 3 * n_L * s.d, 1), m = s.n[L - 1];
     const int64_t last =
-        (1 + group) * rows * s.d * (n_0 + 1) + group * (n_L + n_0 + 1) * s.d * m + group * rows * m + L * n_L * s.d;
+        2 * group * rows * s.d * (n_0 + 1) + group * (n_L + n_0 + 1) * s.d * m + group * rows * m + L * n_L * s.d;
     return std::max({hidden, middle, last, chain_scratch<S, T>(s)}) + 2048;
   }
 
@@ -76,18 +77,14 @@ struct EquivariantCall {
   void coefficients(int64_t i, int64_t rows, const T* phi, const T* G, T* out) const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), d = s.d, K = s.hidden_columns(i), c = s.columns(i);
-    for (int64_t r = 0; r < rows; ++r) {
-      std::memcpy(out + r * c * d, phi + r * K, n_0 * d * sizeof(T));
-      const T* from = phi + r * K + 3 * n_0 * d;  // Phi_Wb, for every t or once, then Phi_b
-      for (int64_t t = 0; s.share_Wb && t < i - 1; ++t) std::memcpy(out + (r * c + n_0 + t) * d, from, d * sizeof(T));
-      if (s.share_Wb)
-        std::memcpy(out + (r * c + c - 1) * d, phi + (r + 1) * K - d, d * sizeof(T));
-      else
-        std::memcpy(out + (r * c + n_0) * d, from, i * d * sizeof(T));
-    }
-    lane_gemm<T>(d, rows, n_0, n_0, {phi + n_0 * d, K / d, 1}, {G, 1, n_0}, {out, c, 1}, true);
+    const T* from = phi + 3 * n_0 * d;  // Phi_Wb, for every t or once, then Phi_b
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t t = 0; t < i - 1; ++t)
+        std::memcpy(out + (r * c + n_0 + t) * d, from + r * K + (s.share_Wb ? 0 : t * d), d * sizeof(T));
+    lane_gemm<T>(d, rows, n_0, n_0, {phi + n_0 * d, K / d, 1}, {G, 1, n_0}, {out, c, 1},
+                 LaneMatrix<const T>{phi, K / d, 1});
     lane_gemm<T>(d, rows, 1, n_0, {phi + 2 * n_0 * d, K / d, 1}, {G + n_0 * n_0 * d, 1, 1}, {out + (c - 1) * d, c, 1},
-                 true);
+                 LaneMatrix<const T>{phi + K - d, K / d, 1});
   }
 
   // Gradients of some rows of coefficients, [net][r][c, d], of all networks of a group, to those of the matrix.
@@ -355,7 +352,7 @@ struct EquivariantCall {
     T* data = scratch.take(3 * d * ld);
     T* data_bar = scratch.take(2 * d * ld);
     T* bar = scratch.take(s.e * ld);
-    T* bar_transposed = scratch.take(s.e * ld);
+    T* transposed = scratch.take(kTransposedBlock);
     T* space = scratch.take(d * ld);
     T* left_bar = scratch.take(d * rank * n);  // [d][j][rank]
     std::fill(left_bar, left_bar + d * rank * n, T(0));
@@ -367,12 +364,7 @@ struct EquivariantCall {
       const int64_t size = rows * columns;
       load_tile(out_bar + net * s.e * n * m, s.e, i, j, k, rows, columns, bar, ld);
       make_tile(net, i, j, k, rows, columns, saved, left, data, ld);
-      if (prefers_dot<T>(s.e, size)) {
-        gemm_dot<T>(3 * d, s.e, size, data, ld, bar, ld, matrix_bar, s.e, true);
-      } else {
-        transpose<T>(s.e, size, bar, ld, bar_transposed, s.e);
-        gemm<T>(3 * d, s.e, size, {data, ld, 1}, bar_transposed, s.e, matrix_bar, s.e, true);
-      }
+      gemm_transposed<T>(3 * d, s.e, size, data, ld, bar, ld, matrix_bar, s.e, true, transposed);
       multiply_to(d, s.e, {phi_transposed, s.e, 1}, bar, ld, W_bar_net, i, j, k, rows, columns, space);
       gemm<T>(2 * d, size, s.e, {phi_transposed + d * s.e, s.e, 1}, bar, ld, data_bar, ld, false);
       for (int64_t channel = 0; channel < d; ++channel) {
@@ -548,13 +540,16 @@ struct EquivariantCall {
 
   // --- the last layer: E(W)_L = Phi_1 W_L + Y [Psi; psi] W_L with Y = [Phi_2 P_L | Phi_3 b_L], from the small side ---
 
-  // Y = [Phi_2 P_L | Phi_3 b_L] for some rows of the matrix, [row][q][d].
-  void last_left(int64_t rows, const T* matrix, const T* saved, T* Y) const {
+  // Y = [Phi_2 P_L | Phi_3 b_L] of a group for some rows of the matrix, [row][q][d] of each network.
+  void last_left(Group group, int64_t rows, const T* matrix, const T* saved, int64_t stride, T* Y,
+                 int64_t Y_stride) const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), n_L = s.n_L(), d = s.d;
-    lane_gemm<T>(d, rows, n_0, n_L, {matrix + n_L * d, 3 * n_L, 1}, {saved + x.at.PL, n_0, 1}, {Y, n_0 + 1, 1}, false);
-    lane_gemm<T>(d, rows, 1, n_L, {matrix + 2 * n_L * d, 3 * n_L, 1}, {last_bias(saved), 1, 1},
-                 {Y + n_0 * d, n_0 + 1, 1}, false);
+    const T* first = saved + group.begin * stride;
+    lane_gemm_each<T>(group.size(), stride, Y_stride, d, rows, n_0, n_L, {matrix + n_L * d, 3 * n_L, 1},
+                      {first + x.at.PL, n_0, 1}, {Y, n_0 + 1, 1}, false);
+    lane_gemm_each<T>(group.size(), stride, Y_stride, d, rows, 1, n_L, {matrix + 2 * n_L * d, 3 * n_L, 1},
+                      {last_bias(first), 1, 1}, {Y + n_0 * d, n_0 + 1, 1}, false);
   }
   // b_L with channels innermost, [p][d]: a block of the network's features, which follow `saved` in memory.
   const T* last_bias(const T* saved) const { return saved + x.at.size + Features(s()).b; }
@@ -564,16 +559,16 @@ struct EquivariantCall {
     const int64_t L = s.L(), n_L = s.n_L(), d = s.d, m = s.n[L - 1], all = s.e * n_L, inner = d * (s.n_0() + 1);
     const int64_t K = 3 * n_L * d, size = row_block_size(all, K, 1);
     const Section &S_t = x.at.S[L - 1], &right = x.at.R[L];
-    T* Y = scratch.take(size * inner);
+    T* Y = scratch.take(group.size() * size * inner);
     T* product = scratch.take(size * m);
     for (int64_t row = 0; row < all; row += size) {
       const int64_t rows = std::min(size, all - row);
       const T* matrix = weight_matrix(L) + row * K;
+      last_left(group, rows, matrix, saved, stride, Y, size * inner);
       for (int64_t net = group.begin; net < group.end; ++net) {
-        const T* own = saved + net * stride;
-        last_left(rows, matrix, own, Y);
+        const T *own = saved + net * stride, *own_Y = Y + (net - group.begin) * size * inner;
         gemm<T>(rows, m, n_L * d, {matrix, K, 1}, own + S_t.offset, S_t.ld, product, m, false);
-        gemm<T>(rows, m, inner, {Y, inner, 1}, own + right.offset, right.ld, product, m, true);
+        gemm<T>(rows, m, inner, {own_Y, inner, 1}, own + right.offset, right.ld, product, m, true);
         (W_out + (net * all + row) * m).store(product, rows * m);
       }
     }
@@ -586,7 +581,7 @@ struct EquivariantCall {
     const int64_t inner = d * (n_0 + 1), K = 3 * n_L * d, size = row_block_size(all, K, 1);
     const Section &S_t = x.at.S[L - 1], &right = x.at.R[L];
     const int64_t nets = group.size(), ld = nets * m;
-    T* Y = scratch.take(size * inner);
+    T* Y = scratch.take(nets * size * inner);
     T* Y_bar = scratch.take(nets * size * inner);
     T* bar = scratch.take(size * ld);  // [row][net][k]: one long sum over networks and k for Phi_1
     T* W_transposed = scratch.take(nets * n_L * d * m);
@@ -600,21 +595,21 @@ struct EquivariantCall {
       const int64_t rows = std::min(size, all - row);
       const T* matrix = weight_matrix(L) + row * K;
       T* to = matrix_bar + row * K;
+      last_left(group, rows, matrix, saved, stride, Y, size * inner);
       for (int64_t g = 0; g < nets; ++g) {
         const int64_t net = group.begin + g;
-        const T* own = saved + net * stride;
         T *grad = grads + g * x.at.grad_size, *own_bar = bar + g * m, *own_Y_bar = Y_bar + g * size * inner;
         for (int64_t r = 0; r < rows; ++r) load_row(out_bar + (net * all + row + r) * m, m, own_bar + r * ld);
-        last_left(rows, matrix, own, Y);
         gemm<T>(n_L * d, m, rows, {matrix, 1, K}, own_bar, ld, grad + S_t.offset, S_t.ld, true);
         gemm<T>(rows, inner, m, {own_bar, ld, 1}, right_transposed + g * inner * m, inner, own_Y_bar, inner, false);
-        gemm<T>(inner, m, rows, {Y, 1, inner}, own_bar, ld, grad + right.offset, right.ld, true);
-        // P_bar[p, q] += sum_r Phi_2[r, p] Y_bar[r, q], and likewise b_L
-        lane_gemm<T>(d, n_L, n_0, rows, {matrix + n_L * d, 1, 3 * n_L}, {own_Y_bar, n_0 + 1, 1},
-                     {grad + x.at.PL, n_0, 1}, true);
-        lane_gemm<T>(d, n_L, 1, rows, {matrix + 2 * n_L * d, 1, 3 * n_L}, {own_Y_bar + n_0 * d, n_0 + 1, 1},
-                     {F_bar + net * s.readout_columns() + Features(s).b, 1, 1}, true);
+        gemm<T>(inner, m, rows, {Y + g * size * inner, 1, inner}, own_bar, ld, grad + right.offset, right.ld, true);
       }
+      // P_bar[p, q] += sum_r Phi_2[r, p] Y_bar[r, q], and likewise b_L
+      lane_gemm_each<T>(nets, size * inner, x.at.grad_size, d, n_L, n_0, rows, {matrix + n_L * d, 1, 3 * n_L},
+                        {Y_bar, n_0 + 1, 1}, {grads + x.at.PL, n_0, 1}, true);
+      lane_gemm_each<T>(nets, size * inner, s.readout_columns(), d, n_L, 1, rows, {matrix + 2 * n_L * d, 1, 3 * n_L},
+                        {Y_bar + n_0 * d, n_0 + 1, 1},
+                        {F_bar + group.begin * s.readout_columns() + Features(s).b, 1, 1}, true);
       // Phi_1_bar += bar W^T;  Phi_2_bar[r, p] += sum_q Y_bar[r, q] P[p, q];  Phi_3_bar[r, p] += Y_bar[r, n_0] b[p]
       gemm<T>(rows, n_L * d, ld, {bar, ld, 1}, W_transposed, n_L * d, to, K, true);
       const T* own = saved + group.begin * stride;
@@ -776,7 +771,8 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
   };
   const auto chain = [&](int64_t net, int64_t channel, T* grad, const Sums<T>& sum, Scratch<T> scratch) {
     // Only middle layers have a direct gradient in W_bar; the last layer's is in that of S_(L-1).
-    chain_backward(call.x, net, channel, true, saved + net * stride, grad, sum.psi, W_bar, b_bar, false, scratch);
+    chain_backward(call.x, net, channel, true, saved + net * stride, grad, sum.psi, W_bar, b_bar, WeightGradients::add,
+                   scratch);
   };
   if (by_network) {
     parallel.split(s.B, [&](int64_t chunk, int64_t begin, int64_t end) {

@@ -5,18 +5,17 @@
 #include <algorithm>
 #include <utility>
 
-#include "simd.h"
+#include "lanes.h"
 
 namespace magep {
 namespace MAGEP_ISA {
 
-// A block of MR rows and NV vectors of C stays in registers. AVX-512 has 32 registers, the others 16.
+// A block of MR rows and up to two vectors of C stays in registers. AVX-512 has 32 registers, the others 16.
 #if defined(__AVX512F__)
 constexpr int kMaxRows = 12;
 #else
 constexpr int kMaxRows = 6;
 #endif
-constexpr int kMaxVectors = 2;
 constexpr int64_t kInnerBlock = 128;  // rows of B per pass: their pages fit the first-level TLB, their tiles the cache
 
 template <typename T>
@@ -25,20 +24,20 @@ struct Operand {
   int64_t row_stride, column_stride;
 };
 
-template <typename T, int MR, int NV>
-inline void micro_kernel(int64_t K, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc, bool accumulate,
-                         int tail) {
+// MR rows and NV vectors of C, the last of which has `tail` lanes. B is fetched `ahead` numbers before it is used.
+template <typename T, int MR, int NV, typename Tail>
+inline void micro_kernel(int64_t K, Operand<T> a, const T* b, int64_t ldb, int64_t ahead, T* c, int64_t ldc,
+                         bool accumulate, Tail tail) {
   using S = Simd<T>;
   using Vec = typename S::Vec;
   Vec sum[MR][NV];
-  const bool whole = tail == S::kWidth;
   if (accumulate) {
 #pragma GCC unroll 16
-    for (int m = 0; m < MR; ++m)
+    for (int m = 0; m < MR; ++m) {
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v)
-        sum[m][v] = v < NV - 1 || whole ? S::load(c + m * ldc + v * S::kWidth)
-                                        : S::load_first(c + m * ldc + v * S::kWidth, tail);
+      for (int v = 0; v < NV - 1; ++v) sum[m][v] = S::load(c + m * ldc + v * S::kWidth);
+      sum[m][NV - 1] = load_lanes(c + m * ldc + (NV - 1) * S::kWidth, tail);
+    }
   } else {
 #pragma GCC unroll 16
     for (int m = 0; m < MR; ++m)
@@ -46,42 +45,52 @@ inline void micro_kernel(int64_t K, Operand<T> a, const T* b, int64_t ldb, T* c,
       for (int v = 0; v < NV; ++v) sum[m][v] = Vec{};
   }
   const T* row = a.data;
-  const auto step = [&](auto load_last) {
-    for (int64_t k = 0; k < K; ++k) {
-      Vec right[NV];
+  for (int64_t k = 0; k < K; ++k) {
+    Vec right[NV];
 #pragma GCC unroll 4
-      for (int v = 0; v < NV - 1; ++v) right[v] = S::load(b + v * S::kWidth);
-      right[NV - 1] = load_last(b + (NV - 1) * S::kWidth);
+    for (int v = 0; v < NV; ++v) __builtin_prefetch(b + v * S::kWidth + ahead);
+#pragma GCC unroll 4
+    for (int v = 0; v < NV - 1; ++v) right[v] = S::load(b + v * S::kWidth);
+    right[NV - 1] = load_lanes(b + (NV - 1) * S::kWidth, tail);
 #pragma GCC unroll 16
-      for (int m = 0; m < MR; ++m) {
-        const Vec left = S::broadcast(row[m * a.row_stride]);
+    for (int m = 0; m < MR; ++m) {
+      const Vec left = S::broadcast(row[m * a.row_stride]);
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; ++v) sum[m][v] += left * right[v];
-      }
-      row += a.column_stride;
-      b += ldb;
+      for (int v = 0; v < NV; ++v) sum[m][v] += left * right[v];
     }
-  };
-  if (whole)
-    step([](const T* p) { return S::load(p); });
-  else
-    step([tail](const T* p) { return S::load_first(p, tail); });
+    row += a.column_stride;
+    b += ldb;
+  }
 #pragma GCC unroll 16
-  for (int m = 0; m < MR; ++m)
+  for (int m = 0; m < MR; ++m) {
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) {
-      if (v < NV - 1 || whole)
-        S::store(c + m * ldc + v * S::kWidth, sum[m][v]);
-      else
-        S::store_first(c + m * ldc + v * S::kWidth, sum[m][v], tail);
-    }
+    for (int v = 0; v < NV - 1; ++v) S::store(c + m * ldc + v * S::kWidth, sum[m][v]);
+    store_lanes(c + m * ldc + (NV - 1) * S::kWidth, sum[m][NV - 1], tail);
+  }
 }
 
-template <typename T, int NV>
-inline void row_block(int rows, int64_t K, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc, bool accumulate,
-                      int tail) {
+// MR rows of C.
+template <typename T, int MR>
+void row_panel(int64_t N, int64_t K, Operand<T> a, const T* b, int64_t ldb, int64_t ahead, T* c, int64_t ldc,
+               bool accumulate) {
+  constexpr int W = Simd<T>::kWidth;
+  constexpr std::integral_constant<int, W> whole;
+  int64_t n = 0;
+  for (; n + 2 * W <= N; n += 2 * W) micro_kernel<T, MR, 2>(K, a, b + n, ldb, ahead, c + n, ldc, accumulate, whole);
+  const int left = static_cast<int>(N - n);
+  if (left > W)
+    micro_kernel<T, MR, 2>(K, a, b + n, ldb, ahead, c + n, ldc, accumulate, left - W);
+  else if (left == W)
+    micro_kernel<T, MR, 1>(K, a, b + n, ldb, ahead, c + n, ldc, accumulate, whole);
+  else if (left > 0)
+    micro_kernel<T, MR, 1>(K, a, b + n, ldb, ahead, c + n, ldc, accumulate, left);
+}
+
+template <typename T>
+inline void row_panel(int rows, int64_t N, int64_t K, Operand<T> a, const T* b, int64_t ldb, int64_t ahead, T* c,
+                      int64_t ldc, bool accumulate) {
 #define MAGEP_ROWS(MR) \
-  case MR: return micro_kernel<T, MR, NV>(K, a, b, ldb, c, ldc, accumulate, tail);
+  case MR: return row_panel<T, MR>(N, K, a, b, ldb, ahead, c, ldc, accumulate);
   switch (rows) {
     MAGEP_ROWS(1)
     MAGEP_ROWS(2)
@@ -115,33 +124,22 @@ struct RowBlocks {
 
 // A transposed A (row_stride 1) is read with strides: keep K at 64 or less there, or its rows may share few cache sets.
 template <typename T>
-void gemm(int64_t M, int64_t N, int64_t K, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc, bool accumulate) {
-  constexpr int W = Simd<T>::kWidth;
+void gemm(int64_t M, int64_t N, int64_t K, Operand<T> a, const T* b, int64_t ldb, T* c, int64_t ldc, bool accumulate,
+          int64_t ahead = 0) {
   const RowBlocks blocks(M);
   int64_t k = 0;
   do {  // once for K = 0 too: C is then cleared
     const int64_t inner = std::min(K - k, kInnerBlock);
-    const auto block = [&](int64_t r, int64_t n) {
-      const int64_t m = blocks.begin(r);
-      const int rows = blocks.size(r);
-      const Operand<T> left{a.data + m * a.row_stride + k * a.column_stride, a.row_stride, a.column_stride};
-      const T* right = b + k * ldb + n;
-      T* out = c + m * ldc + n;
-      const int64_t columns = std::min<int64_t>(N - n, kMaxVectors * W);
-      if (columns > W)
-        row_block<T, 2>(rows, inner, left, right, ldb, out, ldc, accumulate || k > 0, static_cast<int>(columns - W));
-      else
-        row_block<T, 1>(rows, inner, left, right, ldb, out, ldc, accumulate || k > 0, static_cast<int>(columns));
-    };
     // A B that stays in the first-level cache is swept once per block of rows, so that C is written in order; a larger
     // one is taken column tile by column tile, each meeting all of A.
-    if (inner * N * static_cast<int64_t>(sizeof(T)) <= (16 << 10)) {
-      for (int64_t r = 0; r < blocks.count; ++r)
-        for (int64_t n = 0; n < N; n += kMaxVectors * W) block(r, n);
-    } else {
-      for (int64_t n = 0; n < N; n += kMaxVectors * W)
-        for (int64_t r = 0; r < blocks.count; ++r) block(r, n);
-    }
+    const int64_t size = inner * N * static_cast<int64_t>(sizeof(T)) <= (16 << 10) ? N : 2 * Simd<T>::kWidth;
+    for (int64_t n = 0; n < N; n += size)
+      for (int64_t r = 0; r < blocks.count; ++r) {
+        const int64_t m = blocks.begin(r);
+        row_panel<T>(blocks.size(r), std::min(size, N - n), inner,
+                     {a.data + m * a.row_stride + k * a.column_stride, a.row_stride, a.column_stride}, b + k * ldb + n,
+                     ldb, ahead, c + m * ldc + n, ldc, accumulate || k > 0);
+      }
     k += inner;
   } while (k < K);
 }
@@ -177,7 +175,7 @@ inline typename Simd<T>::Vec sums(typename Simd<T>::Vec* v) {
 // Blocks of MR x NR results, as many as a vector has lanes, each summed in a vector of its own along k.
 template <int MR, typename T>
 void gemm_dot_blocks(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
-                     int64_t ldc, bool accumulate) {
+                     int64_t ldc, bool accumulate, int64_t ahead) {
   using Lanes = Simd<T>;
   constexpr int W = Lanes::kWidth, NR = W / MR;
   const int64_t whole = K / W * W;
@@ -200,7 +198,12 @@ void gemm_dot_blocks(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, c
           for (int j = 0; j < NR; ++j) sum[i * NR + j] += y * x[j];
         }
       };
-      for (int64_t k = 0; k < whole; k += W) step([k](const T* row) { return Lanes::load(row + k); });
+      for (int64_t k = 0; k < whole; k += W) {
+        if (m == 0)
+#pragma GCC unroll 16
+          for (int j = 0; j < NR; ++j) __builtin_prefetch(right[j] + k + ahead);
+        step([k](const T* row) { return Lanes::load(row + k); });
+      }
       if (whole < K) step([&](const T* row) { return Lanes::load_first(row + whole, static_cast<int>(K - whole)); });
       T results[W];
       Lanes::store(results, sums<T>(sum));
@@ -216,22 +219,14 @@ void gemm_dot_blocks(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, c
 // For long rows, where neither operand is transposed yet. B, which may be large, is read once.
 template <typename T>
 void gemm_dot(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c, int64_t ldc,
-              bool accumulate) {
+              bool accumulate, int64_t ahead = 0) {
   constexpr int W = Simd<T>::kWidth;
   if (N == 1)
-    gemm_dot_blocks<W>(M, N, K, a, lda, b, ldb, c, ldc, accumulate);
+    gemm_dot_blocks<W>(M, N, K, a, lda, b, ldb, c, ldc, accumulate, ahead);
   else if (M == 1)
-    gemm_dot_blocks<1>(M, N, K, a, lda, b, ldb, c, ldc, accumulate);
+    gemm_dot_blocks<1>(M, N, K, a, lda, b, ldb, c, ldc, accumulate, ahead);
   else
-    gemm_dot_blocks<W >= 8 ? 4 : 2>(M, N, K, a, lda, b, ldb, c, ldc, accumulate);
-}
-
-// Whether gemm_dot takes fewer operations than gemm for a product with N columns and inner size K: a partly filled
-// vector costs gemm as much as a whole one, and adding up the lanes of a vector costs gemm_dot about four vectors.
-template <typename T>
-bool prefers_dot(int64_t N, int64_t K) {
-  constexpr int64_t W = Simd<T>::kWidth;
-  return N * (K + 4 * W) < (N + W - 1) / W * W * K;
+    gemm_dot_blocks<W >= 8 ? 4 : 2>(M, N, K, a, lda, b, ldb, c, ldc, accumulate, ahead);
 }
 
 // to[c, r] = from[r, c] for up to kSquare rows and columns; memory beyond them is neither read nor written.
@@ -309,11 +304,35 @@ inline void transpose_square(int rows, int columns, const T* from, int64_t ld_fr
 
 // to[c, r] = from[r, c]
 template <typename T>
-void transpose(int64_t rows, int64_t columns, const T* from, int64_t ld_from, T* to, int64_t ld_to) {
+void transpose(int64_t rows, int64_t columns, const T* from, int64_t ld_from, T* to, int64_t ld_to, int64_t ahead = 0) {
   for (int64_t r = 0; r < rows; r += kSquare)
-    for (int64_t c = 0; c < columns; c += kSquare)
+    for (int64_t c = 0; c < columns; c += kSquare) {
+      if (ahead)
+        for (int64_t k = r; k < std::min(rows, r + kSquare); ++k) __builtin_prefetch(from + k * ld_from + c + ahead);
       transpose_square(static_cast<int>(std::min(kSquare, rows - r)), static_cast<int>(std::min(kSquare, columns - c)),
                        from + r * ld_from + c, ld_from, to + c * ld_to + r, ld_to);
+    }
+}
+
+constexpr int64_t kTransposedBlock = 4096;  // numbers of B that gemm_transposed takes at once
+
+// C[m, n] (+)= sum_k A[m, k] B[n, k], rows of all three contiguous, by gemm_dot or by transposing B and gemm, whichever
+// takes fewer cycles: a block of gemm_dot adds up the lanes of its sums, gemm pays for the empty lanes of a vector.
+// `space` holds kTransposedBlock numbers.
+template <typename T>
+void gemm_transposed(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T* b, int64_t ldb, T* c,
+                     int64_t ldc, bool accumulate, T* space, int64_t ahead = 0) {
+  constexpr int64_t W = Simd<T>::kWidth;
+  const int64_t by_dot = (M + 3) / 4 * ((4 * N + W - 1) / W) * (K + 3 * W);
+  const int64_t by_gemm = M * ((N + W - 1) / W) * K + 13 * N * K / (2 * W) + 150;
+  if (K > kTransposedBlock / kSquare || by_dot < by_gemm)
+    return gemm_dot<T>(M, N, K, a, lda, b, ldb, c, ldc, accumulate, ahead);
+  const int64_t size = kTransposedBlock / K / kSquare * kSquare;
+  for (int64_t n = 0; n < N; n += size) {
+    const int64_t columns = std::min(size, N - n);
+    transpose<T>(columns, K, b + n * ldb, ldb, space, columns, ahead);
+    gemm<T>(M, columns, K, {a, lda, 1}, space, columns, c + n, ldc, accumulate);
+  }
 }
 
 }  // namespace MAGEP_ISA

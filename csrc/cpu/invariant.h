@@ -8,7 +8,7 @@ namespace MAGEP_ISA {
 
 template <typename S, typename T>
 int64_t invariant_scratch(const Shape& s) {
-  return chain_scratch<S, T>(s) + s.L() * s.n_L() * s.d + 256;
+  return chain_scratch<S, T>(s) + Layout(s, Operation::invariant).size + s.L() * s.n_L() * s.d + 256;
 }
 
 // saved: [B][layout.size + features].
@@ -26,12 +26,14 @@ void invariant_forward(const Shape& s, const S* const* W, const S* const* b, con
   thread_local std::vector<T> memory;
   memory.resize(s.B * K);
   T* F = memory.data();
-  for (int64_t net = 0; net < s.B; ++net) {
-    T* own = saved + net * stride;
-    connect(x, s.L(), own, own + at.G0[s.L()]);
-    features(x, own);
-    std::memcpy(F + net * K, own + at.size, K * sizeof(T));
-  }
+  parallel.split(s.B, [&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t net = begin; net < end; ++net) {
+      T* own = saved + net * stride;
+      connect(x, s.L(), own, own + at.G0[s.L()]);
+      features(x, own);
+      std::memcpy(F + net * K, own + at.size, K * sizeof(T));
+    }
+  });
   readout(s.B, s.e, K, matrix, F, Destination<S, T>{out, nullptr, Activation::none}, parallel);
 }
 
@@ -43,25 +45,39 @@ void invariant_backward(const Shape& s, const S* out_bar, const S* const* W, con
   const Network<S, T> x{s, at, W, b, psi};
   const int64_t K = s.readout_columns(), stride = at.size + K, need = invariant_scratch<S, T>(s);
   thread_local std::vector<T> memory;
-  memory.resize(s.B * (2 * K + s.e + at.size));
-  T *F = memory.data(), *F_bar = F + s.B * K, *bar = F_bar + s.B * K, *grads = bar + s.B * s.e;
+  // Gradients of the features reach the chains through what the layout has from A_L on, `tail` numbers a network.
+  const int64_t first = at.A[s.L()].offset, tail = at.size - first;
+  memory.resize(s.B * (2 * K + s.e + tail));
+  T *F = memory.data(), *F_bar = F + s.B * K, *bar = F_bar + s.B * K, *tails = bar + s.B * s.e;
   for (int64_t net = 0; net < s.B; ++net) std::memcpy(F + net * K, saved + net * stride + at.size, K * sizeof(T));
   load_row(out_bar, s.B * s.e, bar);
   readout_backward(s.B, s.e, K, matrix, F, bar, F_bar, matrix_bar, parallel);
   std::fill(psi_bar, psi_bar + s.psi_size(), T(0));
-  Scratch<T> own_scratch = Scratch<T>::begin(need);
-  for (int64_t net = 0; net < s.B; ++net) {
-    T* grad = grads + net * at.size;
-    const T* own = saved + net * stride;
-    std::fill(grad, grad + at.size, T(0));
-    features_backward(x, own, F_bar + net * K, grad, psi_bar, own_scratch);
-    connect_backward(x, s.L(), own, grad, psi_bar);
+  {
+    Scratch<T> scratch = Scratch<T>::begin(need);
+    T* grad = scratch.take(at.size);
+    for (int64_t net = 0; net < s.B; ++net) {
+      const T* own = saved + net * stride;
+      std::fill(grad + first, grad + at.size, T(0));
+      features_backward(x, own, F_bar + net * K, grad, psi_bar, scratch);
+      connect_backward(x, s.L(), own, grad, psi_bar);
+      std::memcpy(tails + net * tail, grad + first, tail * sizeof(T));
+    }
   }
+  int64_t weights = 0;
+  for (int64_t i = 2; i <= s.L(); ++i) weights += s.B * s.d * s.n[i] * s.n[i - 1];
+  const bool large = weights * static_cast<int64_t>(sizeof(T)) >= kStreamedBytes;
+  const auto how = large ? WeightGradients::stream : WeightGradients::write;
   parallel.split(s.B * s.d, [&](int64_t, int64_t begin, int64_t end) {
     Scratch<T> scratch = Scratch<T>::begin(need);
-    for (int64_t task = begin; task < end; ++task)
-      chain_backward(x, task / s.d, task % s.d, false, saved + task / s.d * stride, grads + task / s.d * at.size,
-                     static_cast<T*>(nullptr), W_bar, b_bar, true, scratch);
+    T* grad = scratch.take(at.size);
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t net = task / s.d, channel = task % s.d;
+      if (task == begin || channel == 0) std::memcpy(grad + first, tails + net * tail, tail * sizeof(T));
+      chain_backward(x, net, channel, false, saved + net * stride, grad, static_cast<T*>(nullptr), W_bar, b_bar, how,
+                     scratch);
+    }
+    if (how == WeightGradients::stream) finish_streams();
   });
 }
 

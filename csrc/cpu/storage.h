@@ -89,6 +89,34 @@ inline void store_row(const T* from, int64_t count, S* to) {
     for (int64_t k = 0; k < count; ++k) narrow(from[k], to[k]);
 }
 
+constexpr int64_t kStreamedBytes = 8 << 20;  // results of this size are not found in a cache when they are read again
+
+// A copy around the caches, which saves reading the lines that it overwrites; call finish_streams before others read
+// it.
+template <typename T>
+inline void stream_row(const T* from, int64_t count, T* to) {
+  int64_t k = 0;
+#if defined(__AVX2__) || defined(__AVX512F__)
+  constexpr int64_t W = kVectorBytes / sizeof(T);
+  if (reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0)
+    for (; k + W <= count; k += W) {
+#if defined(__AVX512F__)
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + k), _mm512_loadu_si512(from + k));
+#else
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to + k),
+                          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + k)));
+#endif
+    }
+#endif
+  std::memcpy(to + k, from + k, (count - k) * sizeof(T));
+}
+
+inline void finish_streams() {
+#if defined(__AVX2__) || defined(__AVX512F__)
+  _mm_sfence();
+#endif
+}
+
 template <typename S, typename T>
 inline T load_one(const S& x) {
   if constexpr (std::is_same_v<S, T>)

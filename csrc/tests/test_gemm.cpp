@@ -1,6 +1,7 @@
 #include "check.h"
 #include "cpu/gemm.h"
 #include "cpu/lanes.h"
+#include "cpu/storage.h"
 
 namespace {
 
@@ -50,6 +51,7 @@ void test_gemm() {
         }
 }
 
+// gemm_dot, and gemm_transposed, which takes it or transposes B.
 template <typename T>
 void check_gemm_dot(int64_t M, int64_t N, int64_t K, int64_t padding, bool accumulate) {
   const int64_t ld = K + padding, ldc = N + padding;
@@ -62,8 +64,12 @@ void check_gemm_dot(int64_t M, int64_t N, int64_t K, int64_t padding, bool accum
       if (!accumulate) sum = 0;
       for (int64_t k = 0; k < K; ++k) sum += a[m * ld + k] * b[n * ld + k];
     }
+  auto again = c;
+  std::vector<T> space(kTransposedBlock);
   gemm_dot<T>(M, N, K, a.data(), ld, b.data(), ld, c.data(), ldc, accumulate);
-  CHECK(c == expected, "M=%d N=%d K=%d padding=%d accumulate=%d", int(M), int(N), int(K), int(padding), accumulate);
+  gemm_transposed<T>(M, N, K, a.data(), ld, b.data(), ld, again.data(), ldc, accumulate, space.data(), ld);
+  CHECK(c == expected && again == expected, "M=%d N=%d K=%d padding=%d accumulate=%d", int(M), int(N), int(K),
+        int(padding), accumulate);
 }
 
 template <typename T>
@@ -72,6 +78,8 @@ void test_gemm_dot() {
     for (int64_t N = 1; N <= 18; ++N)
       for (int64_t K : {1, 2, 3, 7, 8, 15, 16, 17, 40, 64})
         for (bool accumulate : {false, true}) check_gemm_dot<T>(M, N, K, (M + N + K) % 3, accumulate);
+  for (int64_t N : {64, 300})
+    for (int64_t K : {5, 64, 256, 300}) check_gemm_dot<T>(24, N, K, 1, true);
 }
 
 template <typename T>
@@ -123,16 +131,47 @@ void check_lane_gemm(int64_t d, int64_t M, int64_t N, int64_t K, bool transposed
         accumulate);
 }
 
+// Three networks, which share a.
+template <typename T>
+void check_lane_gemm_each(int64_t d, int64_t M, int64_t N, int64_t K) {
+  const int64_t networks = 3, b_stride = K * N * d + 1, out_stride = M * N * d + 2;
+  const auto a = random_integers<T>(M * K * d), b = random_integers<T>(networks * b_stride);
+  auto out = random_integers<T>(networks * out_stride), expected = out;
+  for (int64_t net = 0; net < networks; ++net)
+    lane_gemm<T>(d, M, N, K, {a.data(), K, 1}, {b.data() + net * b_stride, N, 1},
+                 {expected.data() + net * out_stride, N, 1}, true);
+  lane_gemm_each<T>(networks, b_stride, out_stride, d, M, N, K, {a.data(), K, 1}, {b.data(), N, 1}, {out.data(), N, 1},
+                    true);
+  CHECK(out == expected, "d=%d M=%d N=%d K=%d", int(d), int(M), int(N), int(K));
+}
+
+template <typename T>
+void test_stream() {
+  for (int64_t offset : {0, 1})
+    for (int64_t count : {0, 1, 15, 16, 64, 67}) {
+      const auto from = random_integers<T>(count);
+      std::vector<T> memory(count + 40, T(kUntouched));
+      T* to = memory.data() + offset;
+      while (offset == 0 && reinterpret_cast<uintptr_t>(to) % kVectorBytes != 0) ++to;
+      stream_row(from.data(), count, to);
+      finish_streams();
+      CHECK(std::equal(from.begin(), from.end(), to) && to[count] == T(kUntouched), "offset=%d count=%d", int(offset),
+            int(count));
+    }
+}
+
 template <typename T>
 void test_lane_gemm() {
   for (int64_t d : {1, 3, 4, 7, 8, 9, 15, 16, 17, 33})
     for (int64_t M = 1; M <= 9; ++M)
-      for (int64_t N = 1; N <= 5; ++N)
+      for (int64_t N = 1; N <= 5; ++N) {
+        check_lane_gemm_each<T>(d, M, N, 3);
         for (int64_t K : {0, 1, 2, 6})
           for (bool transposed : {false, true}) {
             check_lane_gemm<T>(d, M, N, K, transposed, false);
             check_lane_gemm<T>(d, M, N, K, transposed, true);
           }
+      }
 }
 
 template <typename T>
@@ -142,6 +181,7 @@ void test_all() {
   test_transpose<T>();
   test_lanes<T>();
   test_lane_gemm<T>();
+  test_stream<T>();
 }
 
 }  // namespace
