@@ -169,21 +169,6 @@ def test_a_zoo_is_split_by_network_and_its_networks_are_what_was_trained(tmp_pat
         assert right.item() == pytest.approx(data.columns["accuracy"][k].item(), abs=1e-6)
 
 
-def test_convolutions_of_several_networks_are_torch_s():
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, 8, 7, 5, dtype=torch.float64, requires_grad=True)  # [networks, in, height, width, batch]
-    w, b = (torch.randn(2, 4, *rest, dtype=torch.float64, requires_grad=True) for rest in ((9 * 3,), ()))
-    kernels = w.unflatten(2, (3, 3, 3)).permute(0, 1, 4, 2, 3)  # taps are outermost in w
-    theirs = torch.stack(
-        [nn.functional.conv2d(x[k].permute(3, 0, 1, 2), kernels[k], b[k], stride=2).permute(1, 2, 3, 0) for k in (0, 1)]
-    )
-    ours = zoo.Convolve.apply(x, w, b)
-    torch.testing.assert_close(ours, theirs)
-    found, wanted = (torch.autograd.grad((y**3).sum(), (x, w, b)) for y in (ours, theirs))
-    for a, c in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, c)
-
-
 @pytest.mark.parametrize("optimiser", range(3))
 def test_every_optimiser_learns_and_is_torch_s(optimiser):
     torch.manual_seed(0)

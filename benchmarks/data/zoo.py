@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import math
 from copy import copy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,47 +49,6 @@ COLUMNS = {
 SHARES = (0.7, 0.1, 0.2)
 
 
-class Convolve(torch.autograd.Function):
-    """3×3 convolutions with stride 2 of several networks, as one batched product each.
-
-    x `[networks, in, height, width, batch]`, w `[networks, out, 9·in]`, b `[networks, out]`. With the images of a batch
-    innermost, patches are copied in long runs. torch's grouped convolution takes two to three times as long.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        networks, colours, *size, batch = x.shape
-        height, width = ((n - KERNEL) // STRIDE + 1 for n in size)
-        patches = x.new_empty(networks, KERNEL**2, colours, height, width, batch)
-        for tap, of_tap in enumerate(_taps(x, height, width)):
-            patches[:, tap] = of_tap
-        columns = patches.flatten(3).flatten(1, 2)  # [networks, 9·in, positions·batch]
-        ctx.save_for_backward(columns, w)
-        ctx.input_shape, ctx.patches_shape = x.shape, patches.shape
-        return torch.baddbmm(b.unsqueeze(-1), w, columns).view(networks, -1, height, width, batch)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        columns, w = ctx.saved_tensors
-        y_bar = gradients[0].flatten(2)
-        x_bar = None
-        if ctx.needs_input_grad[0]:
-            patches_bar = (w.mT @ y_bar).view(ctx.patches_shape)
-            x_bar = y_bar.new_zeros(ctx.input_shape)
-            for tap, of_tap in enumerate(_taps(x_bar, *ctx.patches_shape[3:5])):
-                of_tap += patches_bar[:, tap]
-        return x_bar, y_bar @ columns.mT, y_bar.sum(-1)
-
-
-def _taps(x: Tensor, height: int, width: int) -> list[Tensor]:
-    """For each of the nine taps the view of x `[networks, in, …, batch]` that it meets, `[…, height, width, batch]`."""
-    return [
-        x[:, :, i : i + STRIDE * height - 1 : STRIDE, j : j + STRIDE * width - 1 : STRIDE]
-        for i in range(KERNEL)
-        for j in range(KERNEL)
-    ]
-
-
 class Group:
     """CNNs that train side by side, each a row of `numbers` `[networks, …]`: its kernels `[16, 9·in]`, its dense
     weights `[classes, 16]`, its biases."""
@@ -115,12 +73,13 @@ class Group:
         return views[: CONVOLUTIONS + 1], views[CONVOLUTIONS + 1 :]
 
     def logits(self, images: Tensor, dropout: Tensor | None = None) -> Tensor:
-        """`[networks, classes, batch]` of images `[networks, height, width, batch]`."""
+        """`[networks, classes, batch]` of images `[batch, networks, height, width]`."""
         (*kernels, dense), (*biases, output) = self.tensors()
-        x = images.unsqueeze(1)
+        x, count = images, len(self.numbers)
         for w, b in zip(kernels, biases, strict=True):
-            x = self.function(Convolve.apply(x, w, b))
-        pooled = x.mean((2, 3))
+            w = w.unflatten(2, (KERNEL, KERNEL, -1)).permute(0, 1, 4, 2, 3)
+            x = self.function(nn.functional.conv2d(x, w.flatten(0, 1), b.flatten(), stride=STRIDE, groups=count))
+        pooled = x.mean((2, 3)).view(-1, count, FILTERS).permute(1, 2, 0)
         if dropout is not None:
             pooled = pooled * dropout
         return torch.baddbmm(output.unsqueeze(-1), dense, pooled)
@@ -225,7 +184,7 @@ class ZooMaker:
             picked = (torch.rand(count, BATCH, generator=generator) * seen.unsqueeze(1)).long()
             index = (offset.unsqueeze(1) + picked) % len(self.train)  # a window of the images for each network
             kept = (torch.rand(count, FILTERS, BATCH, generator=generator) >= dropout) / (1 - dropout)
-            logits = group.logits(_batch_last(self.train[index]), kept)
+            logits = group.logits(self.train[index.T], kept)
             losses = nn.functional.cross_entropy(logits, self.train_labels[index], reduction="sum")
             (gradient,) = torch.autograd.grad(losses / BATCH, group.numbers)
             optimiser.step(gradient, 0.5 * (1 + math.cos(math.pi * (step - 1) / steps)))
@@ -276,15 +235,10 @@ class ZooMaker:
         count = len(group.numbers)
         right, loss = torch.zeros(count), torch.zeros(count)
         for images, labels in zip(self.test.split(64), self.test_labels.split(64), strict=True):
-            logits = group.logits(_batch_last(images.unsqueeze(0)).expand(count, -1, -1, -1))
+            logits = group.logits(images.unsqueeze(1).expand(-1, count, -1, -1))
             right += (logits.argmax(1) == labels).sum(-1)
             loss += nn.functional.cross_entropy(logits, labels.expand(count, -1), reduction="none").sum(-1)
         return right / len(self.test), loss / len(self.test)
-
-
-def _batch_last(images: Tensor) -> Tensor:
-    """`[networks, batch, height, width]` to `[networks, height, width, batch]`."""
-    return images.permute(0, 2, 3, 1).contiguous()
 
 
 def _balanced(labels: Tensor, count: int) -> Tensor:
