@@ -161,6 +161,7 @@ class InrClassification(Config):
     Args:
         fourier: this many Gaussian Fourier features of the raw weights come first, 0 for none. With 256 the parameter
             counts are the paper's (4.1M for MNIST, 3.4M for CIFAR-10), but only permutations leave the output as it is.
+        fourier_scale: of their frequencies; see `FourierFeatures`.
     """
 
     channels: int
@@ -169,11 +170,12 @@ class InrClassification(Config):
     classes: int = 10
     dropout: float = 0.1
     fourier: int = 0
+    fourier_scale: float = 3.0
 
     def build(self, space: WeightSpace) -> nn.Sequential:
         c, flat = self.channels, space.with_taps(1)
         return nn.Sequential(
-            *([FourierFeatures(1, self.fourier)] if self.fourier else []),
+            *([FourierFeatures(1, self.fourier, self.fourier_scale)] if self.fourier else []),
             self.monomial(space, self.fourier or 1, c),
             *(self.equivariant(flat, c, c, "sin") for _ in range(self.layers)),
             self.invariant(flat, c, c),
@@ -195,6 +197,7 @@ class FashionClassification(Config):
 
     channels: int = 64
     fourier: int = 256
+    fourier_scale: float = 3.0
     bands: int = 3
     max_frequency: float = 3.0
     np_channels: int = 128
@@ -212,7 +215,7 @@ class FashionClassification(Config):
             self.equivariant(flat, c, c, "sin"),
             self.monomial(flat, c, 1),
             Activation(torch.abs, kind="positive"),
-            FourierFeatures(1, self.fourier),
+            FourierFeatures(1, self.fourier, self.fourier_scale),
             position,
             *np_layers(flat, self.fourier + position.channels, *(self.np_channels,) * self.np_layers),
             NPPool(),
@@ -231,6 +234,7 @@ class StyleEditing(Config):
     channels: int = 16
     layers: int = 2
     fourier: int = 256
+    fourier_scale: float = 3.0
     bands: int = 3
     max_frequency: float = 3.0
     np_channels: int = 128
@@ -242,7 +246,7 @@ class StyleEditing(Config):
         position = PositionEncoding(space, self.max_frequency, self.bands, layers=False)
         change = nn.Sequential(
             *(self.equivariant(space, d, e, "sin") for d, e in pairwise(channels)),
-            FourierFeatures(self.channels, self.fourier),
+            FourierFeatures(self.channels, self.fourier, self.fourier_scale),
             position,
             *np_layers(space, self.fourier + position.channels, *(self.np_channels,) * self.np_layers),
             NPEquivariant(space, self.np_channels, 1),

@@ -216,6 +216,26 @@ def test_a_fit_is_gradient_descent_as_autograd_does_it():
     assert_same(found, parameters.detach(), 1e-4)
 
 
+def test_fits_do_not_depend_on_threads_or_groups(monkeypatch):
+    pixels = torch.rand(7, 5, 5, 1, generator=torch.Generator().manual_seed(0))
+    settings = inr.Fit(steps=5, rounds=3, hidden=(6, 4), min_psnr=15.0)
+    threads = torch.get_num_threads()
+
+    def fit(threads, at_once):
+        monkeypatch.setattr(inr, "AT_ONCE", at_once)
+        torch.set_num_threads(threads)
+        networks, quality = inr.fit(pixels, settings, torch.Generator().manual_seed(1))
+        assert torch.get_num_threads() == threads
+        return *networks.tensors(), quality
+
+    try:
+        expected = fit(1, 7)
+        for found in (fit(3, 2), fit(2, 3)):
+            torch.testing.assert_close(found, expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_the_unit_form_of_a_siren_is_the_same_image():
     space, siren = WeightSpace((2, 6, 4, 1)), Siren(omega=20.0)
     features = siren.initialise(space, 3, torch.Generator().manual_seed(0)).to(torch.float64)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -78,6 +80,19 @@ def test_editing_starts_near_the_input_and_is_equivariant():
     assert_same(model(g @ features), g @ edited, 1e-8)
     for x, y in zip(edited.tensors(), features.tensors(), strict=True):
         assert 0 < (x - y).abs().max() < 0.1 * y.abs().max()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [InrClassification(channels=2, hidden=4, fourier=8), FashionClassification(channels=2), StyleEditing(channels=2)],
+)
+def test_the_scale_of_fourier_features_is_that_of_their_frequencies(config):
+    def projections(scale):
+        torch.manual_seed(0)
+        model = replace(config, fourier_scale=scale).build(GRAY)
+        return next(x for name, x in model.named_buffers() if name.endswith("projections"))
+
+    torch.testing.assert_close(projections(0.5), projections(2.0) / 4)
 
 
 def fresh_cnns(number):

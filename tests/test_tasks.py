@@ -197,6 +197,18 @@ def test_an_epoch_has_every_network_once(tmp_path):
     assert not torch.equal(lanes.batch(0)[1], lanes.batch(lanes.batches_per_epoch)[1])
 
 
+def test_a_gradient_is_no_longer_than_the_clip(tmp_path):
+    source = Source(write_zoo(tmp_path))
+
+    def norm(clip):
+        one = run(source, replace(TINY, clip=clip))
+        one.step()
+        return float(torch.nn.utils.get_total_norm([p.grad for p in one.model.parameters() if p.grad is not None]))
+
+    free = norm(None)
+    assert norm(2 * free) == pytest.approx(free) and norm(free / 2) == pytest.approx(free / 2, rel=1e-3)
+
+
 def test_patience_ends_a_run(tmp_path):
     source = Source(write_zoo(tmp_path))
     stuck = replace(TINY, steps=100, learning_rate=0.0, evaluate_every=2, patience=2)
@@ -383,6 +395,7 @@ def test_accuracy_runs_what_is_missing_and_reports_it(tmp_path, monkeypatch):
         accuracy.Part("generalization", "relu", ("ablation",), 1),
         accuracy.Part("inr-classify", "inr", ("MLP",), 1),
         accuracy.Part("inr-edit", "inr", ("MLP",), 1, change="dilate"),
+        accuracy.Part("inr-edit", "inr-cifar10", ("MLP",), 1, change="contrast"),
     )
     monkeypatch.setattr(accuracy, "PARTS", parts)
     monkeypatch.setattr(accuracy, "QUICK_STEPS", 4)
@@ -401,6 +414,8 @@ def test_accuracy_runs_what_is_missing_and_reports_it(tmp_path, monkeypatch):
     assert [r["model"] for r in rows] == ["MLP"]
     rows = call()
     assert len(rows) == 5 + len(ABLATION) + 2 and call() == rows
+    rows = call("--inr-cifar10", write_sirens(tmp_path / "colours", colours=3))
+    assert [(r["subset"], r["task"]) for r in rows[5 + len(ABLATION) + 2 :]] == [("inr-cifar10", "inr-edit")]
     text = (tmp_path / "out" / "accuracy.md").read_text()
     for words in ("Kendall's τ", "U[1, 10^4]", "Only Inter-Layer terms", "unedited", "0.933 ± 0.001", "Every run"):
         assert words in text

@@ -1,13 +1,17 @@
 """Maker of SIRENs: one network for each image, many fitted at once.
 
 Forward, backward and Adam are written out for batches of networks: the arithmetic of a fit is small products and sines,
-and an autograd graph of them costs more than they do.
+and an autograd graph of them costs more than they do. Groups of networks are fitted by a thread each, as products of
+this size gain little from more threads than one.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -28,8 +32,8 @@ COLUMNS = {
     "split": "0 training, 1 validation, 2 testing",
 }
 TEST_SHARE, VALIDATION_SHARE = 1 / 6, 1 / 10
-AT_ONCE = 64
-"""Networks fitted together: products are large enough, and activations stay in the cache."""
+AT_ONCE = 16
+"""Networks fitted together by a thread: products are large enough, and activations stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,8 @@ def fit(images: Tensor, settings: Fit, generator: torch.Generator) -> tuple[Weig
     space = WeightSpace((2, *settings.hidden, colours))
     networks = settings.siren.initialise(space, len(images), generator)
     quality = torch.zeros(len(images))
-    for start in range(0, len(images), AT_ONCE):
-        part = slice(start, min(start + AT_ONCE, len(images)))
-        chosen = torch.arange(part.start, part.stop)
+
+    def fit_group(chosen: Tensor) -> None:
         for _ in range(settings.rounds):
             fitted = _descend(networks[chosen], images[chosen], settings)
             for all_networks, new in zip(networks.tensors(), fitted.tensors(), strict=True):
@@ -61,7 +64,21 @@ def fit(images: Tensor, settings: Fit, generator: torch.Generator) -> tuple[Weig
             chosen = chosen[quality[chosen] < settings.min_psnr]
             if not len(chosen):
                 break
+
+    with _one_thread_each() as threads, ThreadPoolExecutor(threads) as pool:
+        list(pool.map(fit_group, torch.arange(len(images)).split(AT_ONCE)))
     return networks, quality
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[int]:
+    """How many threads torch may have, all of which are the caller's meanwhile: operations take one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _descend(networks: WeightFeatures, images: Tensor, settings: Fit) -> WeightFeatures:

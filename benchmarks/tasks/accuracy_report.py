@@ -8,6 +8,9 @@ from benchmarks.tasks import paper
 from benchmarks.tasks.command import mean_and_deviation
 
 Row = dict[str, str]
+CHANGES = {"inr": "dilate", "inr-fashion": "dilate", "inr-cifar10": "contrast"}
+"""What is done to the images of each data set of SIRENs."""
+
 NOTES = "notes.md"
 ORDER = ("MLP", "STATNN", "NP", "HNP", "Monomial-NFN", "path norms", "MAGEP")
 
@@ -22,16 +25,18 @@ def write(folder: Path, rows: list[Row]) -> None:
     if any(r["augment"] != "0" for r in rows):
         _draw_augmentation(folder / "augmentation.png", _of(rows, "generalization", "relu"))
         sections.append("![Kendall's τ against the range of scales](augmentation.png)")
-    if classified := _of(rows, "inr-classify", "inr"):
-        sections.append(_classification(classified))
-        _draw_bars(folder / "classification.png", classified, "accuracy, %")
-        sections.append("![accuracy of each system](classification.png)")
-    if changed := _of(rows, "inr-edit", "inr"):
-        sections.append(_editing(changed))
-        if (folder / "dilate.png").exists():
-            sections.append(
-                "MAGEP, seed 0, first test networks: before, after, target.\n\n![edited images](dilate.png)"
-            )
+    for subset in CHANGES:
+        if classified := _of(rows, "inr-classify", subset):
+            picture = f"classification-{subset}.png"
+            _draw_bars(folder / picture, classified, "accuracy, %")
+            sections += [_classification(classified), f"![accuracy of each system]({picture})"]
+    for subset, change in CHANGES.items():
+        if changed := _of(rows, "inr-edit", subset):
+            sections.append(_editing(changed, change))
+            if (folder / f"{change}.png").exists():
+                sections.append(
+                    f"MAGEP, seed 0, first test networks: before, after, target.\n\n![edited images]({change}.png)"
+                )
     if (folder / NOTES).exists():
         sections.append((folder / NOTES).read_text().strip())
     sections.append(_all_runs(rows))
@@ -82,15 +87,15 @@ def _classification(rows: list[Row]) -> str:
     return f"## Classification of {rows[0]['images']} SIRENs\n\n{_about(rows)}\n\n" + "\n".join(lines)
 
 
-def _editing(rows: list[Row]) -> str:
+def _editing(rows: list[Row], change: str) -> str:
     lines = [_line("model", "MSE", "paper", "parameters"), _rule(4)]
     lines.append(_line("unedited", f"{float(rows[0]['baseline']):.5f}", "–", "–"))
     for system in _systems(rows):
         found = [r for r in rows if r["model"] == system]
-        cells = _shown(found, 5), _paper(paper.EDITING["dilate"], system), f"{int(found[0]['parameters']):,}"
+        cells = _shown(found, 5), _paper(paper.EDITING[change], system), f"{int(found[0]['parameters']):,}"
         lines.append(_line(system, *cells))
     note = "Pixels are in [0, 1] here; the paper does not state its scale."
-    return f"## Editing {rows[0]['images']} SIRENs: dilate\n\n{_about(rows)} {note}\n\n" + "\n".join(lines)
+    return f"## Editing {rows[0]['images']} SIRENs: {change}\n\n{_about(rows)} {note}\n\n" + "\n".join(lines)
 
 
 def _all_runs(rows: list[Row]) -> str:

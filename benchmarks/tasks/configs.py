@@ -11,6 +11,10 @@ from benchmarks.tasks.loop import Settings
 
 Config = dict[str, Any]
 
+_SMALL_EDITOR: Config = {"np_channels": 24, "fourier": 32, "fourier_scale": 0.1, "start_scale": 0.1}
+"""Networks are given at unit scale, see `UnitForm`. Fourier features of scale 3, meant for raw weights, then turn many
+times between one network and the next, and what follows cannot tell near from far."""
+
 CONFIGS: dict[str, dict[str, Config]] = {
     "generalization": {
         "paper": {"steps": 37_850, "batch_size": 8, "learning_rate": 1e-3, "evaluate_every": 757, "patience": 10},
@@ -31,33 +35,38 @@ CONFIGS: dict[str, dict[str, Config]] = {
         "small": {
             "steps": 1000,
             "batch_size": 32,
-            "learning_rate": 1e-3,
+            "learning_rate": 3e-3,
             "schedule": "cosine",
             "warmup": 100,
+            "clip": 1.0,
             "evaluate_every": 250,
+            "training": {name: {"learning_rate": 1e-3} for name in ("NP", "HNP", "Monomial-NFN")},
             "models": {
-                "NP": {"channels": 32, "fourier": 64, "hidden": 500},
-                "HNP": {"channels": 32, "fourier": 64, "hidden": 500},
-                "Monomial-NFN": {"channels": 16, "np_channels": 32, "fourier": 64},
+                "NP": {"channels": 24, "fourier": 32, "hidden": 500},
+                "HNP": {"channels": 24, "fourier": 32, "hidden": 500},
+                "Monomial-NFN": {"channels": 8, "np_channels": 24, "fourier": 32},
                 "MAGEP": {"channels": 24, "layers": 2, "hidden": 500},
-                "MAGEP-NP": {"channels": 16, "np_channels": 32, "fourier": 64},
+                "MAGEP-NP": {"channels": 8, "np_channels": 24, "fourier": 32},
             },
         },
     },
     "inr-edit": {
         "paper": {"steps": 50_000, "batch_size": 32, "learning_rate": 1e-3, "evaluate_every": 1000},
         "small": {
-            "steps": 300,
-            "batch_size": 32,
-            "learning_rate": 1e-3,
+            "steps": 600,
+            "batch_size": 16,
+            "learning_rate": 1e-2,
             "schedule": "cosine",
             "warmup": 50,
-            "evaluate_every": 100,
+            "clip": 1.0,
+            "evaluate_every": 300,
+            "training": {"MLP": {"learning_rate": 1e-3}},
             "models": {
-                "NP": {"np_channels": 32, "fourier": 64},
-                "HNP": {"np_channels": 32, "fourier": 64},
-                "Monomial-NFN": {"np_channels": 32, "fourier": 64},
-                "MAGEP": {"np_channels": 32, "fourier": 64},
+                "MLP": {"start_scale": 0.1},
+                "NP": _SMALL_EDITOR,
+                "HNP": _SMALL_EDITOR,
+                "Monomial-NFN": _SMALL_EDITOR | {"channels": 8},
+                "MAGEP": _SMALL_EDITOR | {"channels": 8},
             },
         },
     },

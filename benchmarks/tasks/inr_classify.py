@@ -36,14 +36,20 @@ def _mlp(space: WeightSpace, settings: dict[str, Any]) -> nn.Module:
 
 
 def _nfn(
-    kind: str, space: WeightSpace, channels: int = 256, layers: int = 3, fourier: int = 256, hidden: int = 1000
+    kind: str,
+    space: WeightSpace,
+    channels: int = 256,
+    layers: int = 3,
+    fourier: int = 256,
+    fourier_scale: float = 3.0,
+    hidden: int = 1000,
 ) -> nn.Module:
     """NP or HNP of Zhou et al. 2023: Gaussian Fourier features, positions for NP, layers with ReLU, pool, MLP."""
     from nfn.layers import HNPPool
 
     from benchmarks.peers.nfn_layers import Chain, EncodedLayers
 
-    parts = EncodedLayers(kind, space, channels, layers, fourier, layer_positions=True)
+    parts = EncodedLayers(kind, space, channels, layers, fourier, fourier_scale, layer_positions=True)
     head = mlp(channels * HNPPool.get_num_outs(parts.spec), hidden, hidden, CLASSES, dropout=0.1)
     return nn.Sequential(*parts.encoders, Chain(space, [*parts.body, HNPPool(parts.spec), nn.Flatten(), head]))
 

@@ -95,12 +95,13 @@ def _nfn(
     np_channels: int = 128,
     np_layers: int = 3,
     fourier: int = 256,
+    fourier_scale: float = 3.0,
     start_scale: float = 0.01,
 ) -> nn.Module:
     """NP or HNP of Zhou et al. 2023: Fourier features, positions for NP, layers with ReLU, one to a single channel."""
     from benchmarks.peers.nfn_layers import Chain, EncodedLayers
 
-    parts = EncodedLayers(kind, space, np_channels, np_layers, fourier, layer_positions=False)
+    parts = EncodedLayers(kind, space, np_channels, np_layers, fourier, fourier_scale, layer_positions=False)
     change = Chain(space, [*parts.body, parts.layer(np_channels, 1), FromNfn()])
     return Edit(nn.Sequential(*parts.encoders, change, LearnedScale(space, start_scale)))
 

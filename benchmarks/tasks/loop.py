@@ -50,6 +50,7 @@ class Settings:
         weight_noise: standard deviation of the factors around 1 by which every weight and bias of a training batch is
             multiplied; a factor does not care how its weight is scaled.
         patience: evaluations without a better one after which to stop; None for never.
+        clip: the largest norm of the gradient, which is shortened to it; None for no bound.
         precision: of autocast; parameters stay in float32.
         model: settings of the model that differ from its defaults, the paper's.
     """
@@ -63,6 +64,7 @@ class Settings:
     weight_decay: float = 0.0
     weight_noise: float = 0.0
     patience: int | None = None
+    clip: float | None = None
     precision: Precision = "float32"
     model: dict[str, Any] = field(default_factory=dict)
 
@@ -273,6 +275,9 @@ class Run:
         loss = self.task.loss(_float(output), targets)
         self.optimiser.zero_grad()
         self.scaler.scale(loss).backward()
+        if self.settings.clip is not None:
+            self.scaler.unscale_(self.optimiser)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         self.scaler.step(self.optimiser)
         self.scaler.update()
         state.step += 1
