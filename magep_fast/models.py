@@ -60,14 +60,31 @@ class Config:
         }
 
 
+def path_sums(features: WeightFeatures, power: float) -> Tensor:
+    """Σ |product of weights|^power over all paths to an output, by where they start, `[B, L + 1]`: at an input, at b_1,
+    …, at b_L. Kernels count every tap. Invariant to permutations, positive scales and signs."""
+    onward = features.weights[-1].new_ones(features.batch_size, 1, features.weights[-1].shape[-2])
+    sums = []
+    for w, b in zip(reversed(features.weights), reversed(features.biases), strict=True):
+        sums.append(onward @ b.abs().pow(power).sum(1).unsqueeze(-1))
+        onward = onward @ w.abs().pow(power).sum(1)
+    sums.append(onward.sum(-1, keepdim=True))
+    return torch.cat(sums[::-1], dim=1).squeeze(-1)
+
+
 class UnitPaths(nn.Module):
-    """Networks divided by their scale s, W_i / s and b_i / s^i, and log s `[B, 1]` beside them.
+    """Networks divided by their scale s, W_i / s and b_i / s^i, and their path norms `[B, norms]` beside them.
 
     s is such that the absolute values of all paths from an input or a bias to an output sum to what they would in a
     network of unit variance. That sum is invariant to permutations, positive scales and signs, so the division respects
     every symmetry. A ReLU network computes its old function over s^L: of a classifier, all decisions stay. What it buys
     is range: MAGEP layers multiply the weights of all layers, so a few of them overflow on networks of large weights.
+
+    The path norms are log s, and of the divided network the logarithms of `path_sums` of powers 1 and 2: what products
+    with signs do not show, as paths cancel.
     """
+
+    POWERS = (1, 2)
 
     def __init__(self, space: WeightSpace):
         super().__init__()
@@ -76,31 +93,32 @@ class UnitPaths(nn.Module):
             raise ValueError(f"the scale of networks needs every width; some are open in {space}")
         # Of weights of variance 1/fan the absolute values of a row sum to √(2 fan / π) on average.
         self.log_unit = math.log(space.n_out) + sum(0.5 * math.log(2 * fan / math.pi) for fan in fans)
+        self.norms = 1 + len(self.POWERS) * (space.num_layers + 1)
 
     def forward(self, features: WeightFeatures) -> tuple[WeightFeatures, Tensor]:
-        paths = features.weights[0].new_ones(features.batch_size, features.weights[0].shape[-1], 1)
-        for w, b in zip(features.weights, features.biases, strict=True):
-            paths = w.abs().sum(1) @ paths + b.abs().sum(1).unsqueeze(-1)
-        smallest = torch.finfo(features.dtype).tiny
-        log_scale = (paths.sum((1, 2)).clamp_min(smallest).log() - self.log_unit) / features.num_layers
+        L, smallest = features.num_layers, torch.finfo(features.dtype).tiny
+        total = path_sums(features, 1).sum(1).clamp_min(smallest)
+        log_scale = (total.log() - self.log_unit) / L
         shrink = (-log_scale).exp()
         divided = WeightFeatures(
             (w * shrink.view(-1, 1, 1, 1) for w in features.weights),
             (b * shrink.view(-1, 1, 1) ** i for i, b in enumerate(features.biases, start=1)),
         )
-        return divided, log_scale.unsqueeze(1)
+        sums = [path_sums(divided, power) for power in self.POWERS]
+        # Of biases that are zero the sum is zero; 1e-6 is far below what a trained one has.
+        return divided, torch.cat([log_scale.unsqueeze(1), *((x + 1e-6).log() for x in sums)], dim=1)
 
 
 class UnitPathInvariants(nn.Module):
-    """Invariants `[B, n]` of networks divided by their scale, brought to zero mean and unit variance, and log s."""
+    """Invariants `[B, n]` of networks divided by their scale, and their path norms. Large invariants are compressed."""
 
-    def __init__(self, space: WeightSpace, invariants: nn.Module, count: int):
+    def __init__(self, space: WeightSpace, invariants: nn.Module):
         super().__init__()
-        self.divide, self.invariants, self.norm = UnitPaths(space), invariants, nn.LayerNorm(count)
+        self.divide, self.invariants = UnitPaths(space), invariants
 
     def forward(self, features: WeightFeatures) -> Tensor:
-        divided, log_scale = self.divide(features)
-        return torch.cat([self.norm(self.invariants(divided)), log_scale], dim=1)
+        divided, norms = self.divide(features)
+        return torch.cat([self.invariants(divided).asinh(), norms], dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +129,8 @@ class CnnGeneralization(Config):
     activation, an invariant layer, an MLP of two hidden layers, a sigmoid.
 
     Args:
-        unit_paths: divide networks by their scale first, see `UnitPaths`. For networks of very different scales.
+        unit_paths: divide networks by their scale first and give the head their path norms, see `UnitPaths`. For
+            networks of very different scales.
     """
 
     activation: Literal["relu", "tanh"] = "relu"
@@ -128,9 +147,11 @@ class CnnGeneralization(Config):
             *(self.equivariant(flat, c, c, self.activation) for _ in range(self.layers)),
             self.invariant(flat, c, self.invariants),
         ]
+        inputs = self.invariants
         if self.unit_paths:
-            layers = [UnitPathInvariants(space, nn.Sequential(*layers), self.invariants)]
-        return nn.Sequential(*layers, mlp(self.invariants + self.unit_paths, self.hidden, self.hidden, 1), nn.Sigmoid())
+            with_norms = UnitPathInvariants(space, nn.Sequential(*layers))
+            layers, inputs = [with_norms], inputs + with_norms.divide.norms
+        return nn.Sequential(*layers, mlp(inputs, self.hidden, self.hidden, 1), nn.Sigmoid())
 
 
 @dataclass(frozen=True, kw_only=True)

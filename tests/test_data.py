@@ -165,7 +165,7 @@ def test_a_zoo_is_split_by_network_and_its_networks_are_what_was_trained(tmp_pat
         from magep_fast import to_modules
 
         to_modules(data.features[k], network)
-        right = (network(maker.test).argmax(1) == maker.test_labels).float().mean()
+        right = (network(maker.test.unsqueeze(1)).argmax(1) == maker.test_labels).float().mean()
         assert right.item() == pytest.approx(data.columns["accuracy"][k].item(), abs=1e-6)
 
 
@@ -174,7 +174,7 @@ def test_every_optimiser_learns_and_is_torch_s(optimiser):
     torch.manual_seed(0)
     x, rate, decay = torch.randn(2, 5), torch.tensor([0.05, 0.05]), torch.tensor([0.1, 0.1])
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    step = zoo.Optimiser([ours], torch.full((2,), optimiser), rate, decay)
+    step = zoo.Optimiser(ours, torch.full((2,), optimiser), rate, decay)
     cls, options = [
         (torch.optim.SGD, {"momentum": 0.9}),
         (torch.optim.Adam, {"betas": (0.9, 0.99)}),
@@ -182,7 +182,7 @@ def test_every_optimiser_learns_and_is_torch_s(optimiser):
     ][optimiser]
     reference = cls([theirs], lr=0.05, weight_decay=0.1, **options)
     for _ in range(5):
-        step.step(torch.autograd.grad((ours**4).sum(), [ours]), 1.0)
+        step.step(torch.autograd.grad((ours**4).sum(), [ours])[0], 1.0)
         reference.zero_grad()
         (theirs**4).sum().backward()
         reference.step()

@@ -25,7 +25,7 @@ from benchmarks.tasks.inr_edit import edited, unedited
 from benchmarks.tasks.loop import Run, Settings, World
 from benchmarks.zoo import make_accuracies, make_networks
 from magep_fast import ABLATION, GroupElement, WeightSpace
-from magep_fast.models import CnnGeneralization, UnitPaths
+from magep_fast.models import CnnGeneralization, UnitPaths, path_sums
 from tests.helpers import assert_same
 
 CNN = WeightSpace((1, 4, 4, 3), (9, 9, 1))
@@ -99,16 +99,35 @@ def test_augmentation_adds_a_moved_copy_of_each_network(tmp_path):
 def test_division_by_the_scale_of_paths_respects_the_symmetry_and_bounds_the_range():
     features = make_networks(CNN, 5)
     divide = UnitPaths(CNN)
-    divided, log_scale = divide(features.to(torch.float64))
+    divided, norms = divide(features.to(torch.float64))
+    log_scale = norms[:, :1]
     for kind in ("positive", "sign"):
         g = GroupElement.sample(CNN, kind, batch_size=5)
-        moved, moved_scale = divide(g @ features.to(torch.float64))
+        moved, moved_norms = divide(g @ features.to(torch.float64))
         assert_same(moved, g @ divided, 1e-12)
-        torch.testing.assert_close(moved_scale, log_scale)
+        torch.testing.assert_close(moved_norms, norms)
     assert log_scale.abs().max() < 1
-    large, large_scale = divide(features.map(lambda x: 1000 * x))
-    torch.testing.assert_close(large_scale - log_scale.float(), torch.full((5, 1), math.log(1000)), atol=0.2, rtol=0)
+    large, large_norms = divide(features.map(lambda x: 1000 * x))
+    torch.testing.assert_close(
+        large_norms[:, :1] - log_scale.float(), torch.full((5, 1), math.log(1000)), atol=0.2, rtol=0
+    )
     assert large.weights[1].abs().max() < 10
+
+
+def test_path_sums_are_sums_over_paths():
+    features = make_networks(WeightSpace((2, 3, 2), (4, 1)), 1).to(torch.float64)
+    (first, last), (b1, b2) = ([x[0].abs() for x in xs] for xs in (features.weights, features.biases))
+    for power in (1, 2):
+        paths = [
+            [
+                first[t, k, j] * last[0, i, k]
+                for t, k, j, i in itertools.product(range(4), range(3), range(2), range(2))
+            ],
+            [b1[0, k] * last[0, i, k] for k, i in itertools.product(range(3), range(2))],
+            list(b2[0]),
+        ]
+        wanted = torch.stack([sum(x**power for x in of_start) for of_start in paths])
+        torch.testing.assert_close(path_sums(features, power)[0], wanted)
 
 
 def test_a_run_learns_and_says_so(tmp_path):
@@ -127,8 +146,9 @@ def test_a_run_learns_and_says_so(tmp_path):
 
 def test_a_killed_run_goes_on_to_the_same_result(tmp_path, monkeypatch):
     source = Source(write_zoo(tmp_path / "data"))
+    noisy = replace(TINY, weight_noise=0.1, weight_decay=0.1)
     with Progress(disable=True) as progress:
-        whole = run(source, folder=tmp_path / "whole")
+        whole = run(source, noisy, folder=tmp_path / "whole")
         expected = whole.train(progress)
         step = Run.step
 
@@ -139,16 +159,27 @@ def test_a_killed_run_goes_on_to_the_same_result(tmp_path, monkeypatch):
 
         monkeypatch.setattr(Run, "step", killed)
         with pytest.raises(KeyboardInterrupt):
-            run(source, folder=tmp_path / "run").train(progress)
+            run(source, noisy, folder=tmp_path / "run").train(progress)
         monkeypatch.setattr(Run, "step", step)
-        again = run(source, folder=tmp_path / "run")
+        again = run(source, noisy, folder=tmp_path / "run")
         assert again.state.step == 4
         found = again.train(progress)
     assert found | {"seconds": 0} == expected | {"seconds": 0}
     for name, x in whole.model.state_dict().items():
         assert torch.equal(x, again.model.state_dict()[name]), name
     with pytest.raises(ValueError, match="is of another run \\(other learning_rate\\)"):
-        run(source, replace(TINY, learning_rate=2e-3), folder=tmp_path / "run")
+        run(source, replace(noisy, learning_rate=2e-3), folder=tmp_path / "run")
+
+
+def test_noise_and_decay_change_training_and_not_evaluation(tmp_path):
+    source = Source(write_zoo(tmp_path))
+    plain, noisy = (run(source, replace(TINY, weight_noise=noise)) for noise in (0.0, 0.5))
+    assert plain.evaluate("val") == noisy.evaluate("val") == noisy.evaluate("val")
+    assert not torch.equal(plain.step(), noisy.step())
+    decayed = run(source, replace(TINY, weight_decay=500.0, learning_rate=1e-3))
+    before = sum(p.norm() for p in decayed.model.parameters())
+    decayed.step()
+    assert sum(p.norm() for p in decayed.model.parameters()) < 0.6 * before
 
 
 def test_seeds_differ_and_are_the_same_again(tmp_path):
@@ -334,6 +365,8 @@ def test_edited_images_are_what_they_should_be():
 def test_configs_are_checked(tmp_path):
     assert settings(CONFIGS["inr-edit"]["small"], "NP", steps=3).steps == 3
     assert settings(read_config("generalization", "small"), "MAGEP: Only Inter-Layer terms").model["unit_paths"]
+    of_one = TINY_CONFIG | {"training": {"NP": {"weight_decay": 0.5}}}
+    assert [settings(of_one, name).weight_decay for name in ("NP", "HNP")] == [0.5, 0.0]
     with pytest.raises(FileNotFoundError, match="no config 'huge' of inr-edit: expected one of paper, small"):
         read_config("inr-edit", "huge")
     path = tmp_path / "config.json"

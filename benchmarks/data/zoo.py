@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,13 @@ FILTERS, CONVOLUTIONS, KERNEL, STRIDE = 16, 3, 3, 2
 SMALLEST = 15
 """Height and width of images of which three convolutions leave one position."""
 
-BATCH = 32
-CHECKPOINTS = (0.1, 0.3, 0.6, 1.0)
+BATCH = 16
+CHECKPOINTS = (0.2, 0.4, 0.7, 1.0)
 """Where in a network's training its weights are kept."""
+
+RECENT = 10
+"""What is kept is the mean of a network's weights over about the last tenth (1 / RECENT) of its steps so far. Of single
+steps the accuracy jumps by two points from one to the next, which weights do not show."""
 
 OPTIMISERS = ("sgd", "adam", "rmsprop")
 COLUMNS = {
@@ -45,69 +50,73 @@ SHARES = (0.7, 0.1, 0.2)
 
 
 class Group:
-    """CNNs that train side by side: kernels `[networks, 16, in, 3, 3]`, dense weights `[networks, 16, classes]`."""
+    """CNNs that train side by side, each a row of `numbers` `[networks, …]`: its kernels `[16, 9·in]`, its dense
+    weights `[classes, 16]`, its biases."""
 
-    def __init__(
-        self, count: int, colours: int, classes: int, activation: str, scale: Tensor, generator: torch.Generator
-    ):
-        self.count, self.function = count, FUNCTIONS[activation]
-        widths = [colours, *(FILTERS,) * CONVOLUTIONS]
-        self.weights = [
-            torch.randn(count, FILTERS, n, KERNEL, KERNEL, generator=generator) * (2 / (KERNEL**2 * n)) ** 0.5
-            for n in widths[:-1]
+    def __init__(self, count: int, classes: int, activation: str, scale: Tensor, generator: torch.Generator):
+        self.function = FUNCTIONS[activation]
+        widths = [1, *(FILTERS,) * CONVOLUTIONS]
+        matrices = [(FILTERS, KERNEL**2 * n) for n in widths[:-1]] + [(classes, FILTERS)]
+        gains = [2.0] * CONVOLUTIONS + [1.0]
+        weights = [
+            torch.randn(count, *shape, generator=generator) * (gain / shape[1]) ** 0.5 * _like(scale, 3)
+            for shape, gain in zip(matrices, gains, strict=True)
         ]
-        self.weights.append(torch.randn(count, FILTERS, classes, generator=generator) * FILTERS**-0.5)
-        self.biases = [torch.zeros(count, FILTERS) for _ in range(CONVOLUTIONS)] + [torch.zeros(count, classes)]
-        for w in self.weights:
-            w.mul_(_like(scale, w)).requires_grad_()
-        for b in self.biases:
-            b.requires_grad_()
+        biases = [torch.zeros(count, rows) for rows, _ in matrices]
+        self.shapes: list[tuple[int, ...]] = [*matrices, *((rows,) for rows, _ in matrices)]
+        self.numbers = torch.cat([x.flatten(1) for x in (*weights, *biases)], dim=1).requires_grad_()
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        return [*self.weights, *self.biases]
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and biases, as views."""
+        parts = self.numbers.split([math.prod(shape) for shape in self.shapes], dim=1)
+        views = [part.view(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return views[: CONVOLUTIONS + 1], views[CONVOLUTIONS + 1 :]
 
     def logits(self, images: Tensor, dropout: Tensor | None = None) -> Tensor:
-        """`[networks, batch, classes]` of images `[batch, networks·colours, height, width]`."""
-        x = images
-        for w, b in zip(self.weights[:-1], self.biases[:-1], strict=True):
-            x = nn.functional.conv2d(x, w.flatten(0, 1), b.flatten(), stride=STRIDE, groups=self.count)
-            x = self.function(x)
-        pooled = x.mean((2, 3)).view(len(images), self.count, FILTERS).transpose(0, 1)
+        """`[networks, classes, batch]` of images `[batch, networks, height, width]`."""
+        (*kernels, dense), (*biases, output) = self.tensors()
+        x, count = images, len(self.numbers)
+        for w, b in zip(kernels, biases, strict=True):
+            w = w.unflatten(2, (KERNEL, KERNEL, -1)).permute(0, 1, 4, 2, 3)
+            x = self.function(nn.functional.conv2d(x, w.flatten(0, 1), b.flatten(), stride=STRIDE, groups=count))
+        pooled = x.mean((2, 3)).view(-1, count, FILTERS).permute(1, 2, 0)
         if dropout is not None:
             pooled = pooled * dropout
-        return torch.baddbmm(self.biases[-1].unsqueeze(1), pooled, self.weights[-1])
+        return torch.baddbmm(output.unsqueeze(-1), dense, pooled)
 
     def features(self) -> WeightFeatures:
         """The networks as they are now, in weight space."""
-        convolutions = [w.detach().flatten(3).permute(0, 3, 1, 2).contiguous() for w in self.weights[:-1]]
-        dense = self.weights[-1].detach().mT.unsqueeze(1).contiguous()
-        return WeightFeatures([*convolutions, dense], [b.detach().clone().unsqueeze(1) for b in self.biases])
+        (*kernels, dense), biases = ([x.detach().clone() for x in xs] for xs in self.tensors())
+        convolutions = [w.unflatten(2, (KERNEL**2, -1)).transpose(1, 2).contiguous() for w in kernels]
+        return WeightFeatures([*convolutions, dense.unsqueeze(1)], [b.unsqueeze(1) for b in biases])
 
 
 class Optimiser:
-    """SGD with momentum, Adam or RMSprop, another for each network, with its own learning rate and weight decay."""
+    """SGD with momentum, Adam or RMSprop, another for each network, with its own learning rate and weight decay.
 
-    def __init__(self, parameters: list[Tensor], kind: Tensor, learning_rate: Tensor, weight_decay: Tensor):
-        self.parameters, self.kind, self.rate, self.decay = parameters, kind, learning_rate, weight_decay
-        self.momentum = torch.where(kind == OPTIMISERS.index("rmsprop"), 0.0, 0.9)
-        self.means = [torch.zeros_like(p) for p in parameters]
-        self.squares = [torch.zeros_like(p) for p in parameters]
+    Args:
+        parameters: `[networks, …]`, a row per network.
+    """
+
+    def __init__(self, parameters: Tensor, kind: Tensor, learning_rate: Tensor, weight_decay: Tensor):
+        self.parameters = parameters
+        self.plain = _like(kind == OPTIMISERS.index("sgd"), 2)
+        self.rate, self.decay = _like(learning_rate, 2), _like(weight_decay, 2)
+        self.momentum = _like(torch.where(kind == OPTIMISERS.index("rmsprop"), 0.0, 0.9), 2)
+        self.mean, self.square = torch.zeros_like(parameters), torch.zeros_like(parameters)
         self.count = 0
 
     @torch.no_grad()
-    def step(self, gradients: tuple[Tensor, ...], factor: float) -> None:
+    def step(self, gradient: Tensor, factor: float) -> None:
         """One step at `factor` times the learning rate."""
         self.count += 1
-        for p, g, mean, square in zip(self.parameters, gradients, self.means, self.squares, strict=True):
-            momentum, plain = _like(self.momentum, p), _like(self.kind == OPTIMISERS.index("sgd"), p)
-            g = g + _like(self.decay, p) * p
-            # Of SGD the sum of past gradients, of the others their mean, free of bias.
-            mean.mul_(momentum).add_(torch.where(plain, g, (1 - momentum) * g))
-            square.mul_(0.99).addcmul_(g, g, value=0.01)
-            deviation = (square / (1 - 0.99**self.count)).sqrt_().add_(1e-8)
-            unbiased = mean / (1 - momentum**self.count)
-            p.sub_(_like(self.rate, p) * factor * torch.where(plain, mean, unbiased / deviation))
+        g = gradient + self.decay * self.parameters
+        # Of SGD the sum of past gradients, of the others their mean, free of bias.
+        self.mean.mul_(self.momentum).addcmul_(g, torch.where(self.plain, 1.0, 1 - self.momentum))
+        self.square.mul_(0.99).addcmul_(g, g, value=0.01)
+        deviation = (self.square / (1 - 0.99**self.count)).sqrt_().add_(1e-8)
+        unbiased = self.mean / (1 - self.momentum**self.count)
+        self.parameters -= self.rate * factor * torch.where(self.plain, self.mean, unbiased / deviation)
 
 
 class ZooMaker:
@@ -133,7 +142,7 @@ class ZooMaker:
         mean, deviation = pixels.mean(), pixels.std()
         chosen = _balanced(images.test_labels, test_images)
         self.train, self.test = (
-            (x.float() / 255 - mean).div(deviation).permute(0, 3, 1, 2).contiguous()
+            (x.float() / 255 - mean).div(deviation).squeeze(-1)  # [images, height, width]
             for x in (images.train, images.test[chosen])
         )
         self.train_labels, self.test_labels = images.train_labels, images.test_labels[chosen]
@@ -160,8 +169,11 @@ class ZooMaker:
         drawn = self._draw(count, generator)
         low, high = self.steps
         steps = round(math.exp(_uniform(1, math.log(low), math.log(high), generator).item()))
-        group = Group(count, 1, self.classes, self.activation, drawn["init_scale"], generator)
-        optimiser = Optimiser(group.parameters, drawn["optimiser"], drawn["learning_rate"], drawn["weight_decay"])
+        group = Group(count, self.classes, self.activation, drawn["init_scale"], generator)
+        optimiser = Optimiser(group.numbers, drawn["optimiser"], drawn["learning_rate"], drawn["weight_decay"])
+        averaged = copy(group)
+        averaged.numbers = group.numbers.detach().clone()
+        dropout = drawn["dropout"][:, None, None]
         keep = {max(1, round(share * steps)) for share in CHECKPOINTS}
         seen = (drawn["fraction"] * len(self.train)).long().clamp_min(BATCH)
         offset = torch.randint(len(self.train), (count,), generator=generator)
@@ -169,19 +181,17 @@ class ZooMaker:
         columns: dict[str, list[Tensor]] = {name: [] for name in COLUMNS}
         split = self._splits()[first : first + count]
         for step in range(1, steps + 1):
-            picked = (torch.rand(BATCH, count, generator=generator) * seen).long()
-            index = (offset + picked) % len(self.train)  # [batch, networks], a window of the images for each network
-            dropped = torch.rand(count, BATCH, FILTERS, generator=generator) < drawn["dropout"][:, None, None]
-            dropout = (~dropped).float() / (1 - drawn["dropout"])[:, None, None]
-            logits = group.logits(self.train[index].squeeze(2), dropout)
-            losses = nn.functional.cross_entropy(
-                logits.flatten(0, 1), self.train_labels[index.T].flatten(), reduction="sum"
-            )
-            gradients = torch.autograd.grad(losses / BATCH, group.parameters)
-            optimiser.step(gradients, 0.5 * (1 + math.cos(math.pi * (step - 1) / steps)))
+            picked = (torch.rand(count, BATCH, generator=generator) * seen.unsqueeze(1)).long()
+            index = (offset.unsqueeze(1) + picked) % len(self.train)  # a window of the images for each network
+            kept = (torch.rand(count, FILTERS, BATCH, generator=generator) >= dropout) / (1 - dropout)
+            logits = group.logits(self.train[index.T], kept)
+            losses = nn.functional.cross_entropy(logits, self.train_labels[index], reduction="sum")
+            (gradient,) = torch.autograd.grad(losses / BATCH, group.numbers)
+            optimiser.step(gradient, 0.5 * (1 + math.cos(math.pi * (step - 1) / steps)))
+            averaged.numbers.lerp_(group.numbers.detach(), RECENT / (step + RECENT - 1))
             if step in keep:
-                accuracy, loss = self._evaluate(group)
-                features.append(group.features())
+                accuracy, loss = self._evaluate(averaged)
+                features.append(averaged.features())
                 constant = {"step": torch.full((count,), step), "steps": torch.full((count,), steps)}
                 known = drawn | constant | {"accuracy": accuracy, "loss": loss, "split": split}
                 known["network"] = torch.arange(first, first + count)
@@ -200,14 +210,14 @@ class ZooMaker:
     def _draw(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Hyper-parameters of each network, `[count]`."""
         kind = torch.randint(len(OPTIMISERS), (count,), generator=generator)
-        sgd = _log_uniform(count, 5e-4, 5e-2, generator)
-        adaptive = _log_uniform(count, 1e-4, 1e-2, generator)
+        sgd = _log_uniform(count, 1e-3, 3e-2, generator)
+        adaptive = _log_uniform(count, 2e-4, 5e-3, generator)
         decays = torch.rand(count, generator=generator) < 0.5
         drops = torch.rand(count, generator=generator) < 0.5
         return {
             "optimiser": kind,
             "learning_rate": torch.where(kind == OPTIMISERS.index("sgd"), sgd, adaptive),
-            "init_scale": _log_uniform(count, 0.2, 1.5, generator),
+            "init_scale": _log_uniform(count, 0.2, 1.2, generator),
             "weight_decay": torch.where(decays, _log_uniform(count, 1e-5, 3e-2, generator), 0.0),
             "dropout": torch.where(drops, _uniform(count, 0.0, 0.5, generator), 0.0),
             "fraction": _log_uniform(count, 0.005, 1.0, generator),
@@ -222,12 +232,12 @@ class ZooMaker:
     @torch.no_grad()
     def _evaluate(self, group: Group) -> tuple[Tensor, Tensor]:
         """Accuracy and mean cross-entropy of each network on the test images."""
-        right, loss = torch.zeros(group.count), torch.zeros(group.count)
-        for images, labels in zip(self.test.split(128), self.test_labels.split(128), strict=True):
-            logits = group.logits(images.expand(-1, group.count, -1, -1))
-            right += (logits.argmax(-1) == labels).sum(-1)
-            losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels.repeat(group.count), reduction="none")
-            loss += losses.view(group.count, -1).sum(-1)
+        count = len(group.numbers)
+        right, loss = torch.zeros(count), torch.zeros(count)
+        for images, labels in zip(self.test.split(64), self.test_labels.split(64), strict=True):
+            logits = group.logits(images.unsqueeze(1).expand(-1, count, -1, -1))
+            right += (logits.argmax(1) == labels).sum(-1)
+            loss += nn.functional.cross_entropy(logits, labels.expand(count, -1), reduction="none").sum(-1)
         return right / len(self.test), loss / len(self.test)
 
 
@@ -238,8 +248,9 @@ def _balanced(labels: Tensor, count: int) -> Tensor:
     return torch.cat([(labels == label).nonzero().flatten()[:each] for label in labels.unique()])
 
 
-def _like(per_network: Tensor, x: Tensor) -> Tensor:
-    return per_network.view(-1, *(1,) * (x.dim() - 1))
+def _like(per_network: Tensor, dimensions: int) -> Tensor:
+    """`[networks, 1, …]`."""
+    return per_network.view(-1, *(1,) * (dimensions - 1))
 
 
 def _uniform(count: int, low: float, high: float, generator: torch.Generator) -> Tensor:
@@ -251,10 +262,10 @@ def _log_uniform(count: int, low: float, high: float, generator: torch.Generator
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_making_arguments(parser, count=1024, what="CNNs", per_shard=32)
+    add_making_arguments(parser, count=1024, what="CNNs", per_shard=16)
     parser.add_argument("--activation", choices=("relu", "tanh"), default="relu", help="of the CNNs (default relu)")
     parser.add_argument("--steps", type=int, nargs=2, default=(200, 600), metavar=("LEAST", "MOST"), help="of training")
-    parser.add_argument("--test-images", type=int, default=3000, help="that accuracies are measured on")
+    parser.add_argument("--test-images", type=int, default=2000, help="that accuracies are measured on")
     parser.set_defaults(run=run)
 
 

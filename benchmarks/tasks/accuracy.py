@@ -48,7 +48,7 @@ class Part:
 
 
 PARTS = (
-    Part("generalization", "relu", ("MAGEP", *RIVALS), 3),
+    Part("generalization", "relu", ("MAGEP", "path norms", *RIVALS), 3),
     *(Part("generalization", "relu", ("MAGEP", "STATNN"), 3, augment=i) for i in (4, 1, 2, 3)),
     Part("generalization", "relu", ("NP", "HNP", "Monomial-NFN"), 1, augment=4),
     Part("inr-classify", "inr", ("MAGEP", "MLP"), 3),
@@ -58,8 +58,8 @@ PARTS = (
     Part("inr-classify", "inr-fashion", ("MAGEP", "MLP"), 3),
     Part("inr-classify", "inr-cifar10", ("MAGEP", "MLP"), 3),
     Part("inr-edit", "inr", ("NP", "HNP", "Monomial-NFN"), 1, change="dilate"),
-    Part("generalization", "tanh", ("MAGEP", *RIVALS), 1),
-    Part("generalization", "relu", ("ablation",), 1),
+    Part("generalization", "relu", ("ablation",), 3),
+    Part("generalization", "tanh", ("MAGEP", "path norms", *RIVALS), 3),
 )
 """In order of importance: `--minutes` may end the command anywhere."""
 

@@ -19,13 +19,15 @@ CONFIGS: dict[str, dict[str, Config]] = {
     "generalization": {
         "paper": {"steps": 37_850, "batch_size": 8, "learning_rate": 1e-3, "evaluate_every": 757, "patience": 10},
         "small": {
-            "steps": 1000,
-            "batch_size": 16,
+            "steps": 1200,
+            "batch_size": 32,
             "learning_rate": 2e-3,
             "schedule": "cosine",
             "warmup": 100,
-            "evaluate_every": 250,
-            "models": {"MAGEP": {"unit_paths": True, "init": "xavier_normal"}},
+            "evaluate_every": 200,
+            "weight_noise": 0.2,
+            "training": {"MAGEP": {"learning_rate": 4e-3, "weight_decay": 1.0}},
+            "models": {"MAGEP": {"unit_paths": True, "init": "xavier_normal", "invariants": 40}},
         },
     },
     "inr-classify": {
@@ -69,7 +71,8 @@ CONFIGS: dict[str, dict[str, Config]] = {
         },
     },
 }
-"""By task and name. `models` has what differs from the paper's sizes, by model; all else are fields of `Settings`.
+"""By task and name. `models` has what differs from the paper's sizes, by model; all else are fields of `Settings`, and
+`training` has those that differ for one model.
 
 MAGEP in "small" divides networks by their scale: among those that `data zoo` makes are some of very large weights.
 """

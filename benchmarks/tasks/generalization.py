@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from benchmarks.data import Networks
 from benchmarks.peers import Subset, peers
 from benchmarks.tasks.task import BuildSystem, Task
-from magep_fast import ABLATION, GroupElement, WeightSpace
-from magep_fast.models import CnnGeneralization
+from magep_fast import ABLATION, GroupElement, WeightFeatures, WeightSpace
+from magep_fast.models import CnnGeneralization, UnitPaths, mlp
 from magep_fast.symmetry import Kind
 
 
@@ -40,7 +40,7 @@ def generalization(subset: Subset, augment: int = 0) -> Task:
 
 
 def systems(subset: Subset) -> dict[str, BuildSystem]:
-    """Every rival, MAGEP, and MAGEP with some of its terms as "MAGEP: <row of the ablation>"."""
+    """Every rival, MAGEP, MAGEP with some of its terms as "MAGEP: <row of the ablation>", and its path norms alone."""
 
     def rival(build: Callable[[WeightSpace], nn.Module]) -> BuildSystem:
         return lambda space, settings: build(space, **settings)
@@ -53,8 +53,25 @@ def systems(subset: Subset) -> dict[str, BuildSystem]:
 
         return build
 
+    def path_norms(space: WeightSpace, settings: dict[str, Any]) -> nn.Module:
+        return PathNorms(space, **settings)
+
     ablation = {f"MAGEP: {name}": magep(terms) for name, terms in ABLATION.items()}
-    return {peer.name: rival(peer.build) for peer in peers(subset)} | {"MAGEP": magep("all")} | ablation
+    rivals = {peer.name: rival(peer.build) for peer in peers(subset)}
+    return rivals | {"path norms": path_norms, "MAGEP": magep("all")} | ablation
+
+
+class PathNorms(nn.Module):
+    """Accuracy from what `CnnGeneralization(unit_paths=True)` knows without its MAGEP layers: the control for them."""
+
+    def __init__(self, space: WeightSpace, hidden: int = 500):
+        super().__init__()
+        self.paths = UnitPaths(space)
+        self.head = nn.Sequential(mlp(self.paths.norms, hidden, hidden, 1), nn.Sigmoid())
+
+    def forward(self, features: WeightFeatures) -> Tensor:
+        output: Tensor = self.head(self.paths(features)[1])
+        return output
 
 
 def add_copies(networks: Networks, generator: torch.Generator, exponent: int) -> Networks:

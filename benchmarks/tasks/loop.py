@@ -43,9 +43,12 @@ class Settings:
     Args:
         steps: batches in all.
         batch_size: over all processes.
-        learning_rate: of Adam.
+        learning_rate: of AdamW.
         schedule: "constant", or "cosine" to zero after `warmup` steps of linear growth.
         evaluate_every: steps between evaluations on the validation split, which are checkpoints too.
+        weight_decay: of AdamW, times the learning rate; with 0 it is Adam.
+        weight_noise: standard deviation of the factors around 1 by which every weight and bias of a training batch is
+            multiplied; a factor does not care how its weight is scaled.
         patience: evaluations without a better one after which to stop; None for never.
         clip: the largest norm of the gradient, which is shortened to it; None for no bound.
         precision: of autocast; parameters stay in float32.
@@ -58,6 +61,8 @@ class Settings:
     evaluate_every: int
     schedule: Literal["constant", "cosine"] = "constant"
     warmup: int = 0
+    weight_decay: float = 0.0
+    weight_noise: float = 0.0
     patience: int | None = None
     clip: float | None = None
     precision: Precision = "float32"
@@ -196,7 +201,9 @@ class Run:
         self.model = task.systems[system](source.space, settings.model).to(world.device)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.parameters = sum(p.numel() for p in trained)
-        self.optimiser = torch.optim.Adam(trained, lr=settings.learning_rate, fused=True)
+        self.optimiser = torch.optim.AdamW(
+            trained, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+        )
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "float16")
         self.shared: nn.Module = self.model
         if world.size > 1:
@@ -257,7 +264,9 @@ class Run:
         """One batch; this process's loss, left on the device."""
         state = self.state
         networks, targets = self.lanes.batch(state.step)
-        torch.manual_seed(seeded(self.seed, 3, state.step, self.world.rank).initial_seed())  # of dropout
+        torch.manual_seed(seeded(self.seed, 3, state.step, self.world.rank).initial_seed())  # of noise, dropout
+        if noise := self.settings.weight_noise:
+            networks = networks.map(lambda x: x * (1 + noise * torch.randn_like(x)))
         self.model.train()
         for group in self.optimiser.param_groups:
             group["lr"] = self.settings.rate(state.step)
