@@ -69,6 +69,8 @@ class Adam:
             self.squares = [torch.zeros_like(p) for p in self.trained]
             self.count = torch.zeros((), device=self.trained[0].device)
         grads = [p.grad for p in self.trained if p.grad is not None]
+        if len(grads) != len(self.trained):
+            raise RuntimeError("a parameter that was trained before has no gradient at this step")
         self.count += 1
         torch._fused_adam_(
             self.trained,

@@ -63,12 +63,18 @@ const magep::Parallel& torch_threads() {
 // Calls body with a storage type S and a computation type T.
 template <typename Body>
 auto with_types(ScalarType dtype, const char* op, Body&& body) {
-  switch (dtype) {
-    case ScalarType::Float: return body(float{}, float{});
-    case ScalarType::Double: return body(double{}, double{});
-    case ScalarType::BFloat16: return body(magep::BFloat16{}, float{});
-    case ScalarType::Half: return body(magep::Float16{}, float{});
-    default: break;
+  try {
+    switch (dtype) {
+      case ScalarType::Float: return body(float{}, float{});
+      case ScalarType::Double: return body(double{}, double{});
+      case ScalarType::BFloat16: return body(magep::BFloat16{}, float{});
+      case ScalarType::Half: return body(magep::Float16{}, float{});
+      default: break;
+    }
+  } catch (const OutOfMemory&) {
+    throw;
+  } catch (const std::bad_alloc&) {
+    throw OutOfMemory("a workspace");
   }
   STD_TORCH_CHECK(false, op, ": expected float32, float64, bfloat16 or float16 features");
   return body(float{}, float{});
@@ -115,7 +121,7 @@ std::vector<X*> allocate(std::vector<Tensor>& results, const Tensor& like, const
   for (const Sizes& shape : shapes) {
     try {
       results.push_back(torch::stable::new_empty(like, shape, dtype));
-    } catch (const std::runtime_error&) {  // there is no other cause, and the message names a line of torch
+    } catch (const std::runtime_error&) {  // the shape is good, so memory is lacking; the message names a line of torch
       throw OutOfMemory("a tensor of shape " + magep::text(shape));
     }
     data.push_back(static_cast<X*>(results.back().mutable_data_ptr()));

@@ -63,7 +63,9 @@ class _PolynomialLayer(nn.Module):
 
     def _check(self, features: WeightFeatures) -> None:
         """Raises unless the layer can take the features; those shaped as at the call before are known to be good."""
-        signature = None if torch.compiler.is_compiling() else self._signature(features)
+        # Where calls are traced, sizes need not be numbers.
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        signature = None if traced else self._signature(features)
         if signature is None:
             self._check_all(features)
         elif signature != self._accepted:

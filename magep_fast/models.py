@@ -96,9 +96,14 @@ class UnitPaths(nn.Module):
         self.norms = 1 + len(self.POWERS) * (space.num_layers + 1)
 
     def forward(self, features: WeightFeatures) -> tuple[WeightFeatures, Tensor]:
-        L, smallest = features.num_layers, torch.finfo(features.dtype).tiny
-        total = path_sums(features, 1).sum(1).clamp_min(smallest)
-        log_scale = (total.log() - self.log_unit) / L
+        # Sums over paths leave the range of 16 bits long before weights do.
+        with torch.autocast(features.device.type, enabled=False):
+            return self._divide(features if features.dtype == torch.float64 else features.to(torch.float32))
+
+    def _divide(self, features: WeightFeatures) -> tuple[WeightFeatures, Tensor]:
+        # The root of the smallest number, so that a network of zeros is divided by something whose powers are numbers.
+        total = path_sums(features, 1).sum(1).clamp_min(math.sqrt(torch.finfo(features.dtype).tiny))
+        log_scale = (total.log() - self.log_unit) / features.num_layers
         shrink = (-log_scale).exp()
         divided = WeightFeatures(
             (w * shrink.view(-1, 1, 1, 1) for w in features.weights),

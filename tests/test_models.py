@@ -3,9 +3,18 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
-from magep_fast import GroupElement, WeightSpace, from_modules
-from magep_fast.models import CIFAR10, MNIST, CnnGeneralization, FashionClassification, InrClassification, StyleEditing
+from magep_fast import GroupElement, WeightFeatures, WeightSpace, from_modules
+from magep_fast.models import (
+    CIFAR10,
+    MNIST,
+    CnnGeneralization,
+    FashionClassification,
+    InrClassification,
+    StyleEditing,
+    UnitPaths,
+)
 from tests.helpers import BACKENDS, assert_same, random_features
 
 CNN = WeightSpace((1, 16, 16, 16, 10), (9, 9, 9, 1))
@@ -136,3 +145,22 @@ def test_backends_agree_on_a_training_step(backend):
         found.append((loss, *torch.autograd.grad(loss, [p for p in model.parameters()])))
     for x, y in zip(*found, strict=True):
         assert (x - y).abs().max() <= 1e-3 * y.abs().max() + 1e-9
+
+
+def test_unit_paths_of_networks_of_zeros_and_in_16_bits():
+    space = WeightSpace((1, 16, 16, 10))
+    features = random_features(space, 1, 3, torch.float32).map(lambda x: 30 * x)
+    divided, norms = UnitPaths(space)(features)
+    with torch.autocast("cpu", torch.bfloat16):
+        again, same_norms = UnitPaths(space)(features)
+    assert_close(same_norms, norms)
+    assert_close(again.weights, divided.weights)
+    _, half = UnitPaths(space)(features.to(torch.float16))
+    assert_close(half, norms, atol=1e-2, rtol=1e-2)
+    nothing, of_nothing = UnitPaths(space)(features.map(torch.zeros_like))
+    assert of_nothing.isfinite().all() and all((x == 0).all() for x in nothing.tensors())
+    last_is_zero = WeightFeatures(
+        (*features.weights[:-1], 0 * features.weights[-1]), (*features.biases[:-1], 0 * features.biases[-1])
+    )
+    found, of_last = UnitPaths(space)(last_is_zero)
+    assert of_last.isfinite().all() and all(x.isfinite().all() for x in found.tensors())

@@ -166,7 +166,7 @@ def test_too_little_memory_is_an_error_that_says_so():
     failed = [line for line in lines if not line.endswith("enough")]
     assert len(failed) >= 6, output
     for line in failed:
-        assert "memory" in line.lower(), line
+        assert "memory" in line.split(maxsplit=3)[3].lower(), line
     assert any("MemoryError magep_fast: not enough memory for" in line for line in failed), output
 
 
@@ -190,7 +190,7 @@ def test_deterministic_algorithms(kind):
         torch.set_num_threads(1)
 
 
-def test_a_short_soak_holds_its_memory():
+def test_a_short_soak_runs():
     report = soak.soak(minutes=0.1, warm_up=0.03)
     assert report.steps > 2 and report.finite
     assert len(report.samples) >= 2

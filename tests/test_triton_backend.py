@@ -28,11 +28,22 @@ def test_missing_triton_is_explained(monkeypatch):
 
 @needs_triton
 def test_missing_gpu_is_explained(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "torch sees no GPU" in triton.find_missing()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert triton.find_missing() is None
+
+
+def test_import_does_not_start_cuda():
+    code = (
+        "import torch\n"
+        "def started(): raise AssertionError('CUDA was started')\n"
+        "torch.cuda.is_available = torch.cuda.init = started\n"
+        "import magep_fast"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize(
@@ -56,6 +67,7 @@ def test_unsupported_tensors_are_explained(monkeypatch, interpret, device, dtype
 def test_a_cpu_tensor_outside_the_interpreter_is_a_clear_error(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(triton, "_missing", triton.find_missing())
     space = WeightSpace((2, 3, 2))
@@ -79,6 +91,7 @@ def test_auto_never_chooses_it_for_cpu_tensors(interpret):
 def test_auto_on_gpu_tensors_falls_back_with_a_reason(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(triton, "_missing", triton.find_missing())
@@ -88,7 +101,7 @@ def test_auto_on_gpu_tensors_falls_back_with_a_reason(monkeypatch):
 
 
 def test_report_says_why_it_does_not_run(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(triton, "interpreted", lambda: False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(triton, "_missing", triton.find_missing())

@@ -82,7 +82,10 @@ int64_t chain_scratch(const Shape& s) {
 }
 
 // How far ahead of the weights in use to fetch: the next channel, or some pages of a large matrix.
-inline int64_t next_weights(const Shape& s, int64_t i) { return std::min<int64_t>(4096, s.n[i] * s.n[i - 1]); }
+template <typename S, typename T>
+inline int64_t next_weights(const Shape& s, int64_t i) {
+  return std::is_same_v<S, T> ? std::min<int64_t>(4096, s.n[i] * s.n[i - 1]) : 0;  // converted ones lie elsewhere
+}
 
 // Fills A (and with `suffix` S and R) of one network and channel.
 template <typename S, typename T>
@@ -103,7 +106,7 @@ void chain_forward(const Network<S, T>& x, int64_t net, int64_t channel, bool su
       const Section& from = at.A[i - 1];
       const T* w = weight_as(x, i, net, channel, space);
       gemm_transposed<T>(from.rows, s.n[i], s.n[i - 1], part(from), from.row_stride, w, s.n[i - 1], part(to),
-                         to.row_stride, false, transposed, next_weights(s, i));
+                         to.row_stride, false, transposed, next_weights<S, T>(s, i));
     }
     load_row(x.bias(i, net, channel), s.n[i], part(to) + (to.rows - 1) * to.row_stride);
   }
@@ -176,7 +179,7 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
       const Section &from = at.S[t], &to = at.S[t + 1];
       const T* w = weight_as(x, t + 1, net, channel, space);
       gemm_transposed<T>(n_L, s.n[t + 1], s.n[t], grad_part(from), from.row_stride, w, s.n[t], grad_part(to),
-                         to.row_stride, true, transposed, next_weights(s, t + 1));
+                         to.row_stride, true, transposed, next_weights<S, T>(s, t + 1));
     }
   }
 
@@ -202,7 +205,7 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
       const T* w = weight_as(x, i, net, channel, space);
       // Without suffixes nothing else uses A_(i-1), so that this is all of its gradient.
       gemm<T>(c - 1, m, n, {A_bar, a.row_stride, 1}, w, m, grad_part(before), before.row_stride, suffix,
-              next_weights(s, i));
+              next_weights<S, T>(s, i));
     }
     // W_bar_i += A_bar_i [A_(i-1) | b_(i-1)]^T + S_i^T S_bar_(i-1), and S_bar_(L-1) itself for i = L.
     T* sum;
@@ -218,7 +221,7 @@ void chain_backward(const Network<S, T>& x, int64_t net, int64_t channel, bool s
       for (int64_t p = 0; p < n; ++p) std::memcpy(sum + p * m, grad_part(S_t) + p * S_t.row_stride, m * sizeof(T));
       accumulate = true;
     }
-    const bool stream = std::is_same_v<S, T> && how == WeightGradients::stream && m <= kTransposedBlock;
+    const bool stream = std::is_same_v<S, T> && how == WeightGradients::stream && !suffix && m <= kTransposedBlock;
     const int64_t size = stream ? std::min<int64_t>(48, kTransposedBlock / m) : 48;
     for (int64_t j = 0; j < n; j += size) {
       const int64_t rows = std::min(size, n - j);

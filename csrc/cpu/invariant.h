@@ -6,18 +6,13 @@
 namespace magep {
 namespace MAGEP_ISA {
 
-template <typename S, typename T>
-int64_t invariant_scratch(const Shape& s) {
-  return chain_scratch<S, T>(s) + Layout(s, Operation::invariant).size + s.L() * s.n_L() * s.d + 256;
-}
-
 // saved: [B][layout.size + features].
 template <typename S, typename T>
 void invariant_forward(const Shape& s, const S* const* W, const S* const* b, const T* matrix, const T* psi, S* out,
                        T* saved, const Parallel& parallel) {
   const Layout at(s, Operation::invariant);
   const Network<S, T> x{s, at, W, b, psi};
-  const int64_t K = s.readout_columns(), stride = at.size + K, need = invariant_scratch<S, T>(s);
+  const int64_t K = s.readout_columns(), stride = at.size + K, need = chain_scratch<S, T>(s);
   parallel.split(s.B * s.d, [&](int64_t, int64_t begin, int64_t end) {
     Scratch<T> scratch = Scratch<T>::begin(need);
     for (int64_t task = begin; task < end; ++task)
@@ -43,7 +38,8 @@ void invariant_backward(const Shape& s, const S* out_bar, const S* const* W, con
                         const Parallel& parallel) {
   const Layout at(s, Operation::invariant);
   const Network<S, T> x{s, at, W, b, psi};
-  const int64_t K = s.readout_columns(), stride = at.size + K, need = invariant_scratch<S, T>(s);
+  const int64_t K = s.readout_columns(), stride = at.size + K;
+  const int64_t need = chain_scratch<S, T>(s) + at.size + s.L() * s.n_L() * s.d + 64;  // gradients of one network
   thread_local std::vector<T> memory;
   // Gradients of the features reach the chains through what the layout has from A_L on, `tail` numbers a network.
   const int64_t first = at.A[s.L()].offset, tail = at.size - first;

@@ -51,7 +51,8 @@ def find_missing() -> str | None:
         return "triton is not installed; run pip install triton"
     if importlib.util.find_spec("magep_fast.triton_kernels") is None:
         return "magep_fast.triton_kernels is not installed; run pip install again"
-    if not torch.cuda.is_available() and not interpreted():
+    # At import, so not is_available(): that starts CUDA, after which a forked process cannot use it.
+    if torch.cuda.device_count() == 0 and not interpreted():
         return "torch sees no GPU (for tests without one, set TRITON_INTERPRET=1)"
     return None
 
