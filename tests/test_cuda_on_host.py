@@ -13,8 +13,6 @@ import pytest
 
 from magep_fast.ops.library import missing_library
 
-pytestmark = pytest.mark.xdist_group("cuda on host")  # one process builds the library
-
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cuda-on-host"
 # Tests of numbers and of messages; those of threads and of the linear layer are the CPU backend's own.
@@ -38,15 +36,19 @@ def library():
         pytest.skip(missing_library())
     bin_directory = Path(sys.executable).parent
     path = f"{bin_directory}{os.pathsep}{os.environ['PATH']}"
+    fcntl = pytest.importorskip("fcntl", reason="needs locks of files as Unix has them")
     missing = [tool for tool in ("cmake", "ninja", "c++") if shutil.which(tool, path=path) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
     environment = os.environ | {"PATH": path}
     options = ("-DMAGEP_CUDA_ON_HOST=ON", "-DMAGEP_WITH_CUDA=OFF", "-DMAGEP_WERROR=ON")
     configure = ("cmake", "-S", ROOT, "-B", BUILD, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}", *options)
-    for command in (configure, ("cmake", "--build", BUILD, "-j1", "--target", "magep_fast_cuda_on_host")):
-        made = run(*command, env=environment)
-        assert made.returncode == 0, made.stdout + made.stderr
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with open(BUILD / "lock", "w") as lock:  # of two processes one builds, the other finds it built
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in (configure, ("cmake", "--build", BUILD, "-j1", "--target", "magep_fast_cuda_on_host")):
+            made = run(*command, env=environment)
+            assert made.returncode == 0, made.stdout + made.stderr
     return BUILD / "libmagep_fast_cuda_on_host.so"
 
 

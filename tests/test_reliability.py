@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,7 @@ def train_command(data, out, steps):
 
 
 def interrupt(process):
-    """Ctrl-C, again if nothing happens: Python ignores one that it meets in a finaliser. Returns what was written."""
+    """Ctrl-C, again if nothing happens, as Python ignores one that it meets in a finaliser. Returns what was written."""
     for _ in range(5):
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
@@ -112,7 +113,9 @@ def interrupt(process):
 def test_training_stopped_by_a_signal_keeps_its_checkpoint_and_goes_on(tmp_path):
     data, stopped, whole = write_zoo(tmp_path / "zoo"), tmp_path / "stopped", tmp_path / "whole"
     options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(train_command(data, stopped, 10**6), **options)
+    # A shell's background jobs ignore SIGINT, and so would the child.
+    restore = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(train_command(data, stopped, 10**6), **options, preexec_fn=restore)
     checkpoint = stopped / "generalization" / "zoo" / "MAGEP" / "seed0" / "checkpoint.pt"
     deadline = time.monotonic() + 120
     while not checkpoint.exists() and process.poll() is None and time.monotonic() < deadline:
