@@ -101,7 +101,7 @@ def train_command(data, out, steps):
 
 
 def interrupt(process):
-    """Ctrl-C, again if nothing happens: Python ignores one that it meets in a finaliser. What was written is returned."""
+    """Ctrl-C, again if nothing happens: Python ignores one that it meets in a finaliser. Returns what was written."""
     for _ in range(5):
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
