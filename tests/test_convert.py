@@ -379,7 +379,7 @@ def test_nfn_round_trip(channels, kernels):
 
 
 def test_objects_of_nfn():
-    nfn = pytest.importorskip("nfn.common")
+    nfn = pytest.importorskip("nfn.common", reason="needs nfn: pip install .[bench]")
     networks = [mlp(), mlp()]
     states = [network.state_dict() for network in networks]
     theirs = [nfn.state_dict_to_tensors(state) for state in states]

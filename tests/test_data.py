@@ -400,7 +400,7 @@ def test_no_code_in_a_siren_file_is_run(tmp_path, capsys):
 
 
 def test_objects_of_nfn_are_read():
-    pytest.importorskip("nfn")
+    pytest.importorskip("nfn", reason="needs nfn: pip install .[bench]")
     from nfn.common import WeightSpaceFeatures
 
     weights = [torch.randn(3, 1, 4, 1, 3, 3), torch.randn(3, 1, 2, 4)]
