@@ -19,9 +19,11 @@ class Scratch {
  public:
   // A buffer for this thread of at least `count` numbers, valid until the next call of `begin`.
   static Scratch begin(int64_t count) {
+    constexpr int64_t kLine = 64 / sizeof(T);
     thread_local std::vector<T> memory;
-    if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
-    return Scratch(memory.data(), count);
+    if (static_cast<int64_t>(memory.size()) < count + kLine) memory.resize(count + kLine);
+    T* first = memory.data();
+    return Scratch(first + (kLine - reinterpret_cast<uintptr_t>(first) / sizeof(T) % kLine) % kLine, count);
   }
   T* take(int64_t count) {
     T* slice = next_;

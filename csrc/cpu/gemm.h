@@ -25,9 +25,11 @@ struct Operand {
 };
 
 // MR rows and NV vectors of C, the last of which has `tail` lanes. B is fetched `ahead` numbers before it is used.
+// Functions around it take A's strides one by one: as a struct they would go through memory, and reading two strides at
+// once there waits for all results written before.
 template <typename T, int MR, int NV, typename Tail>
-inline void micro_kernel(int64_t K, Operand<T> a, const T* b, int64_t ldb, int64_t ahead, T* c, int64_t ldc,
-                         bool accumulate, Tail tail) {
+inline void micro_kernel(int64_t K, const T* a, int64_t a_row, int64_t a_column, const T* b, int64_t ldb, int64_t ahead,
+                         T* c, int64_t ldc, bool accumulate, Tail tail) {
   using S = Simd<T>;
   using Vec = typename S::Vec;
   Vec sum[MR][NV];
@@ -44,7 +46,6 @@ inline void micro_kernel(int64_t K, Operand<T> a, const T* b, int64_t ldb, int64
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) sum[m][v] = Vec{};
   }
-  const T* row = a.data;
   for (int64_t k = 0; k < K; ++k) {
     Vec right[NV];
 #pragma GCC unroll 4
@@ -54,11 +55,11 @@ inline void micro_kernel(int64_t K, Operand<T> a, const T* b, int64_t ldb, int64
     right[NV - 1] = load_lanes(b + (NV - 1) * S::kWidth, tail);
 #pragma GCC unroll 16
     for (int m = 0; m < MR; ++m) {
-      const Vec left = S::broadcast(row[m * a.row_stride]);
+      const Vec left = S::broadcast(a[m * a_row]);
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) sum[m][v] += left * right[v];
     }
-    row += a.column_stride;
+    a += a_column;
     b += ldb;
   }
 #pragma GCC unroll 16
@@ -71,26 +72,27 @@ inline void micro_kernel(int64_t K, Operand<T> a, const T* b, int64_t ldb, int64
 
 // MR rows of C.
 template <typename T, int MR>
-void row_panel(int64_t N, int64_t K, Operand<T> a, const T* b, int64_t ldb, int64_t ahead, T* c, int64_t ldc,
-               bool accumulate) {
+void row_panel(int64_t N, int64_t K, const T* a, int64_t a_row, int64_t a_column, const T* b, int64_t ldb,
+               int64_t ahead, T* c, int64_t ldc, bool accumulate) {
   constexpr int W = Simd<T>::kWidth;
   constexpr std::integral_constant<int, W> whole;
   int64_t n = 0;
-  for (; n + 2 * W <= N; n += 2 * W) micro_kernel<T, MR, 2>(K, a, b + n, ldb, ahead, c + n, ldc, accumulate, whole);
+  for (; n + 2 * W <= N; n += 2 * W)
+    micro_kernel<T, MR, 2>(K, a, a_row, a_column, b + n, ldb, ahead, c + n, ldc, accumulate, whole);
   const int left = static_cast<int>(N - n);
   if (left > W)
-    micro_kernel<T, MR, 2>(K, a, b + n, ldb, ahead, c + n, ldc, accumulate, left - W);
+    micro_kernel<T, MR, 2>(K, a, a_row, a_column, b + n, ldb, ahead, c + n, ldc, accumulate, left - W);
   else if (left == W)
-    micro_kernel<T, MR, 1>(K, a, b + n, ldb, ahead, c + n, ldc, accumulate, whole);
+    micro_kernel<T, MR, 1>(K, a, a_row, a_column, b + n, ldb, ahead, c + n, ldc, accumulate, whole);
   else if (left > 0)
-    micro_kernel<T, MR, 1>(K, a, b + n, ldb, ahead, c + n, ldc, accumulate, left);
+    micro_kernel<T, MR, 1>(K, a, a_row, a_column, b + n, ldb, ahead, c + n, ldc, accumulate, left);
 }
 
 template <typename T>
-inline void row_panel(int rows, int64_t N, int64_t K, Operand<T> a, const T* b, int64_t ldb, int64_t ahead, T* c,
-                      int64_t ldc, bool accumulate) {
+inline void row_panel(int rows, int64_t N, int64_t K, const T* a, int64_t a_row, int64_t a_column, const T* b,
+                      int64_t ldb, int64_t ahead, T* c, int64_t ldc, bool accumulate) {
 #define MAGEP_ROWS(MR) \
-  case MR: return row_panel<T, MR>(N, K, a, b, ldb, ahead, c, ldc, accumulate);
+  case MR: return row_panel<T, MR>(N, K, a, a_row, a_column, b, ldb, ahead, c, ldc, accumulate);
   switch (rows) {
     MAGEP_ROWS(1)
     MAGEP_ROWS(2)
@@ -136,9 +138,9 @@ void gemm(int64_t M, int64_t N, int64_t K, Operand<T> a, const T* b, int64_t ldb
     for (int64_t n = 0; n < N; n += size)
       for (int64_t r = 0; r < blocks.count; ++r) {
         const int64_t m = blocks.begin(r);
-        row_panel<T>(blocks.size(r), std::min(size, N - n), inner,
-                     {a.data + m * a.row_stride + k * a.column_stride, a.row_stride, a.column_stride}, b + k * ldb + n,
-                     ldb, ahead, c + m * ldc + n, ldc, accumulate || k > 0);
+        row_panel<T>(blocks.size(r), std::min(size, N - n), inner, a.data + m * a.row_stride + k * a.column_stride,
+                     a.row_stride, a.column_stride, b + k * ldb + n, ldb, ahead, c + m * ldc + n, ldc,
+                     accumulate || k > 0);
       }
     k += inner;
   } while (k < K);
