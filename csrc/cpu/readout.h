@@ -141,18 +141,30 @@ void readout(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, De
 template <typename T>
 void readout_backward(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, const T* bar, T* F_bar,
                       T* matrix_bar, const Parallel& parallel) {
+  // A thread takes the rows that it took forward, and that optimisers, which halve tensors, give it: cores need not
+  // share a cache. It sums F_bar over them, the first one in place.
+  const int64_t chunks = parallel.chunks(rows), size = B * K;
+  thread_local std::vector<T> memory;
+  memory.resize((chunks - 1) * size);
+  T* others = memory.data();
   // Strips of columns and few rows at a time: the matrix, which may be large, is read and written in order.
   constexpr int64_t kStrip = 512, kRows = 16;
-  parallel.split((K + kStrip - 1) / kStrip, [&](int64_t, int64_t begin, int64_t end) {
-    for (int64_t k = begin * kStrip; k < std::min(K, end * kStrip); k += kStrip) {
+  parallel.split(rows, [&](int64_t chunk, int64_t begin, int64_t end) {
+    T* sum = chunk == 0 ? F_bar : others + (chunk - 1) * size;
+    for (int64_t k = 0; k < K; k += kStrip) {
       const int64_t count = std::min(kStrip, K - k);
-      for (int64_t r = 0; r < rows; r += kRows) {
-        const int64_t some = std::min(kRows, rows - r);
-        gemm<T>(B, count, some, {bar + r, rows, 1}, matrix + r * K + k, K, F_bar + k, K, r > 0);
+      for (int64_t r = begin; r < end; r += kRows) {
+        const int64_t some = std::min(kRows, end - r);
+        gemm<T>(B, count, some, {bar + r, rows, 1}, matrix + r * K + k, K, sum + k, K, r > begin);
         gemm<T>(some, count, B, {bar + r, 1, rows}, F + k, K, matrix_bar + r * K + k, K, false);
       }
     }
   });
+  if (chunks > 1)
+    parallel.split(size, [&](int64_t, int64_t begin, int64_t end) {
+      for (int64_t chunk = 1; chunk < chunks; ++chunk)
+        add(end - begin, others + (chunk - 1) * size + begin, F_bar + begin);
+    });
 }
 
 }  // namespace MAGEP_ISA
