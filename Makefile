@@ -15,7 +15,13 @@ $(BUILD_CTEST)
 $(BIN)/ctest --test-dir $(1) --output-on-failure
 endef
 
-.PHONY: install test gpu sanitize valgrind soak cuda tables lint format docs wheel release-check clean
+# The package in $(1)/package as it is installed, with the libraries built in $(1).
+define PACKAGE
+set -e; rm -rf $(1)/package; mkdir -p $(1)/package; cp -r magep_fast $(1)/package; \
+  cp -r triton_kernels $(1)/package/magep_fast; cp $(1)/*.so $(1)/package/magep_fast
+endef
+
+.PHONY: install test gpu sanitize sanitize-python valgrind soak cuda tables lint format docs wheel release-check clean
 
 install: $(STAMP)
 
@@ -56,6 +62,18 @@ gpu: $(STAMP)
 sanitize: $(STAMP)
 	$(call RUN_CTEST,build/sanitize,-DMAGEP_SANITIZE=ON)
 
+# The operators under the same sanitizers, called from Python, into which the sanitizer's library has to be loaded first.
+# It sees no leaks: Python and torch have too many of their own.
+SANITIZED := build/sanitize-python
+sanitize-python: $(STAMP)
+	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	  -DMAGEP_SANITIZE=ON -DMAGEP_WITH_CUDA=OFF
+	$(BIN)/cmake --build $(SANITIZED) --target magep_fast_ops
+	$(call PACKAGE,$(SANITIZED)); cp -r tests benchmarks pyproject.toml $(SANITIZED)/package
+	cd $(SANITIZED)/package; OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
+	  $(CURDIR)/$(BIN)/python -m pytest tests/test_fuzz.py tests/test_native.py
+
 # The C++ tests under valgrind, which knows AVX2 but not AVX-512, nor the threads that stand in for a GPU's.
 valgrind: $(STAMP)
 	$(call BUILD_CTEST,build/ctest,)
@@ -81,8 +99,7 @@ cuda: $(STAMP)
 	seconds=$$(($$(date +%s) - started)); bytes=$$(wc -c < build/cuda/libmagep_fast_cuda.so); \
 	echo "make cuda: compiled in $$seconds s (at most $(CUDA_MOST_SECONDS)), $$bytes bytes (at most $(CUDA_MOST_BYTES))"; \
 	$(BIN)/python csrc/cuda/resources.py --check build/cuda/build.log; \
-	rm -rf build/cuda/package; mkdir -p build/cuda/package; cp -r magep_fast build/cuda/package; \
-	cp -r triton_kernels build/cuda/package/magep_fast; cp build/cuda/*.so build/cuda/package/magep_fast; \
+	$(call PACKAGE,build/cuda); \
 	PYTHONPATH=build/cuda/package $(BIN)/python csrc/cuda/smoke.py; \
 	test $$bytes -le $(CUDA_MOST_BYTES); test $$seconds -le $(CUDA_MOST_SECONDS)
 

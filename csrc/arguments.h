@@ -23,6 +23,12 @@ inline std::string text(const Sizes& sizes) {
   return out + "]";
 }
 
+inline Sizes sizes_of(const Tensor& x) {
+  Sizes sizes;
+  for (int64_t k = 0; k < x.dim(); ++k) sizes.push_back(x.size(k));
+  return sizes;
+}
+
 inline std::string item(const char* name, size_t k) { return std::string(name) + "[" + std::to_string(k) + "]"; }
 
 // `here`: whether the tensor is on the device that is called so.
@@ -31,10 +37,8 @@ inline void check(const Tensor& x, bool here, const char* device, const char* op
   bool right = here && x.scalar_type() == dtype && x.dim() == static_cast<int64_t>(shape.size());
   for (size_t k = 0; right && k < shape.size(); ++k) right = x.size(static_cast<int64_t>(k)) == shape[k];
   if (right) return;
-  Sizes found;
-  for (int64_t k = 0; k < x.dim(); ++k) found.push_back(x.size(k));
   STD_TORCH_CHECK(false, op, ": ", name, " must be a ", device, " tensor of shape ", text(shape), " and dtype ",
-                  torch::headeronly::toString(dtype), "; found shape ", text(found), " and dtype ",
+                  torch::headeronly::toString(dtype), "; found shape ", text(sizes_of(x)), " and dtype ",
                   torch::headeronly::toString(x.scalar_type()), here ? "" : " on another device");
 }
 

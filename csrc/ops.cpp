@@ -11,6 +11,7 @@
 
 #include <atomic>
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -29,17 +30,29 @@ using magep::rows_of;
 using magep::ScalarType;
 using magep::Shape;
 using magep::Sizes;
+using magep::sizes_of;
 using magep::Tensor;
 
 // Becomes a MemoryError.
 class OutOfMemory : public std::bad_alloc {
  public:
   explicit OutOfMemory(const std::string& what) : message("magep_fast: not enough memory for " + what) {}
+  explicit OutOfMemory(const Sizes& shape) : OutOfMemory("a tensor of shape " + magep::text(shape)) {}
   const char* what() const noexcept override { return message.c_str(); }
 
  private:
   std::string message;
 };
+
+// Runs what torch does to tensors that are good: what it may lack is memory, and its own message names a line of torch.
+template <typename What, typename Body>
+auto within_memory(const What& what, const Body& body) {
+  try {
+    return body();
+  } catch (const std::runtime_error&) {
+    throw OutOfMemory(what);
+  }
+}
 
 const magep::Parallel& torch_threads() {
   static thread_local magep::Parallel parallel;
@@ -91,7 +104,7 @@ struct Pointers {
   std::vector<X*> data;
 
   void add(const Tensor& x) {
-    keep.push_back(x.is_contiguous() ? x : torch::stable::contiguous(x));
+    keep.push_back(x.is_contiguous() ? x : within_memory(sizes_of(x), [&] { return torch::stable::contiguous(x); }));
     data.push_back(static_cast<X*>(keep.back().data_ptr()));
   }
   void add(const std::vector<Tensor>& tensors) {
@@ -119,11 +132,7 @@ std::vector<X*> allocate(std::vector<Tensor>& results, const Tensor& like, const
                          ScalarType dtype) {
   std::vector<X*> data;
   for (const Sizes& shape : shapes) {
-    try {
-      results.push_back(torch::stable::new_empty(like, shape, dtype));
-    } catch (const std::runtime_error&) {  // the shape is good, so memory is lacking; the message names a line of torch
-      throw OutOfMemory("a tensor of shape " + magep::text(shape));
-    }
+    results.push_back(within_memory(shape, [&] { return torch::stable::new_empty(like, shape, dtype); }));
     data.push_back(static_cast<X*>(results.back().mutable_data_ptr()));
     prefer_huge_pages(data.back(), results.back().numel() * static_cast<int64_t>(sizeof(X)));
   }
@@ -164,8 +173,13 @@ Pointers<const T> parameters(const std::vector<Tensor>& tensors, const char* op,
   if (dtype == scalar_type<T>()) return checked<T>(tensors, op, name, shapes, dtype);
   const auto narrow = checked<T>(tensors, op, name, shapes, dtype);
   Pointers<const T> pointers;
-  for (const Tensor& x : narrow.keep) pointers.add(torch::stable::to(x, scalar_type<T>()));
+  for (const Tensor& x : narrow.keep)
+    pointers.add(within_memory(sizes_of(x), [&] { return torch::stable::to(x, scalar_type<T>()); }));
   return pointers;
+}
+
+void finish_gradients(std::vector<Tensor>& results, size_t first, int64_t B, ScalarType dtype) {
+  within_memory("gradients of parameters", [&] { magep::finish_gradients(results, first, B, dtype); });
 }
 
 Activation activation_of(const char* op, int64_t code) {
@@ -316,7 +330,7 @@ std::vector<Tensor> equivariant_backward(std::vector<Tensor> grads, std::vector<
       magep::kernels().of<S, T>().equivariant_backward(
           s, bars.get(), x.get(), x.get() + s.L(), phi.get(), connections.data[0], kept.data[0], x_bar.data(),
           x_bar.data() + s.L(), phi_bar.data(), psi_bar[0], torch_threads());
-    magep::finish_gradients(results, x_bar.size(), s.B, dtype);
+    finish_gradients(results, x_bar.size(), s.B, dtype);
     return results;
   });
 }
@@ -416,7 +430,7 @@ std::vector<Tensor> linear_backward(std::vector<Tensor> grads, std::vector<Tenso
       magep::kernels().of<S, T>().linear_backward(
           s, bars.get(), x.get(), x.get() + s.L(), phi.get(), inputs ? x_bar.data() : nullptr,
           inputs ? x_bar.data() + s.L() : nullptr, phi_bar.data(), torch_threads());
-    magep::finish_gradients(results, x_bar.size(), s.B, dtype);
+    finish_gradients(results, x_bar.size(), s.B, dtype);
     return results;
   });
 }
@@ -488,7 +502,7 @@ std::vector<Tensor> invariant_backward(Tensor grad, std::vector<Tensor> weights,
           kept.data[0], x_bar.data(), x_bar.data() + s.L(), phi_bar[0], all_bar.data(), torch_threads());
       gather_psi(s, all_bar.data(), psi_bar[0]);
     }
-    magep::finish_gradients(results, x_bar.size(), s.B, dtype);
+    finish_gradients(results, x_bar.size(), s.B, dtype);
     return results;
   });
 }

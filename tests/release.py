@@ -4,6 +4,7 @@ tests there against what was installed; the source tree is out of reach. `make r
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ("setuptools>=77", "pybind11>=2.13", "cmake>=3.24", "ninja", "wheel")
-CHOSEN = ("test_layers", "test_models", "test_swap", "test_convert", "test_ragged", "test_info", "test_numerics")
+CHOSEN = ("layers", "models", "swap", "convert", "ragged", "info", "numerics", "native", "chain", "backends", "fuzz")
 """Tests that need nothing of the source tree but `tests`, `benchmarks` and `examples`."""
 
 MOST_WHEEL_BYTES = 5_000_000
@@ -72,19 +73,17 @@ def run(*command: str | Path, **options) -> None:
     subprocess.run([str(word) for word in command], check=True, **options)
 
 
-def environment(folder: Path) -> Path:
-    """A fresh virtual environment with the torch of this one; its Python."""
+def environment(folder: Path, torch_version: str) -> Path:
+    """A fresh virtual environment with torch; its Python."""
     run(sys.executable, "-m", "venv", "--clear", folder)
     python = folder / "bin" / "python"
-    import torch  # here alone: checks of files need none
-
-    run(python, "-m", "pip", "install", "--quiet", f"torch=={torch.__version__.partition('+')[0]}")
+    run(python, "-m", "pip", "install", "--quiet", f"torch=={torch_version}")
     return python
 
 
-def check_installed(distribution: Path, work: Path) -> None:
+def check_installed(distribution: Path, work: Path, torch_version: str) -> None:
     """Installs a distribution, builds it if it is one of sources, and runs the chosen tests away from the tree."""
-    python = environment(work / "venv")
+    python = environment(work / "venv", torch_version)
     isolation = []
     if distribution.suffix == ".gz":
         run(python, "-m", "pip", "install", "--quiet", *BUILD)
@@ -100,7 +99,7 @@ def check_installed(distribution: Path, work: Path) -> None:
     run(python, "-c", f"{code}; sys.exit('cpu' not in magep_fast.available_backends())", cwd=away, env=alone)
     run(python, "-m", "magep_fast.info", cwd=away, env=alone)
     run(python, "-m", "examples.ragged_batch", cwd=away, env=alone)
-    chosen = [f"tests/{name}.py" for name in CHOSEN]
+    chosen = [f"tests/test_{name}.py" for name in CHOSEN]
     run(python, "-m", "pytest", "-q", "--numprocesses", "auto", "--dist", "loadgroup", *chosen, cwd=away, env=alone)
 
 
@@ -108,6 +107,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.release", description=__doc__)
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "release", help="folder for environments")
     parser.add_argument("--only", choices=("sdist", "wheel"), help="install one of the two")
+    installed = importlib.metadata.version("torch").partition("+")[0]
+    parser.add_argument("--torch", default=installed, help=f"version to install them with, default {installed}")
     arguments = parser.parse_args()
     check_versions()
     work = arguments.work.resolve()
@@ -120,7 +121,7 @@ def main() -> None:
     check_wheel(wheel, native=True)
     for kind, distribution in (("wheel", wheel), ("sdist", sdist)):
         if arguments.only in (None, kind):
-            check_installed(distribution, work / kind)
+            check_installed(distribution, work / kind, arguments.torch)
     print(f"release-check: {wheel.name} and {sdist.name} are good")
 
 

@@ -100,9 +100,10 @@ def test_missing_names_the_cause(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "_LIBRARY", tmp_path / "libmagep_fast_cuda.so")
     assert "not built" in cuda._load()
     cuda._LIBRARY.write_bytes(b"not a library")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delattr(torch.cuda, "is_available")  # it would start CUDA at import
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert cuda._load() == "torch sees no CUDA device"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert cuda._load().startswith("libmagep_fast_cuda.so does not load with torch")
 
 

@@ -85,6 +85,9 @@ TRUE_AFTER = {
     "docs/ragged.md": lambda names: (
         len(names["networks"]) == 3 and names["results"].isfinite().all() and names["loss"].requires_grad
     ),
+    "docs/architecture.md": lambda names: (
+        names["edited"][0].keys() == names["state_dicts"][0].keys() and names["layer"].psi.grad is not None
+    ),
     "docs/convert.md": lambda names: str(names["features"].space) == str(WeightSpace((2, 5, 4, 3))),
 }
 
@@ -100,6 +103,15 @@ def test_code_runs(page, tmp_path, monkeypatch):
     for block in blocks(page):
         exec(block.partition("# after")[2] or block, names)  # "before" is the literal form, in outline
     assert TRUE_AFTER[page](names)
+
+
+def test_functions_are_in_the_files_said_to_have_them():
+    rows = re.findall(r"^\| \d? *\| `(\S+)` \| (.*) \|$", PAGES["docs/architecture.md"], re.MULTILINE)
+    assert len(rows) > 20
+    for file, names in rows:
+        text = (ROOT / file).read_text()
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"\b{name}\b", text), f"{file} has no {name}"
 
 
 def test_the_config_shown_is_one(tmp_path):

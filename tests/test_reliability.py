@@ -173,6 +173,34 @@ def test_too_little_memory_is_an_error_that_says_so():
     assert any("MemoryError magep_fast: not enough memory for" in line for line in failed), output
 
 
+LOW_MEMORY_FOR_COPIES = """
+    import resource, torch
+    from magep_fast import MagepInvariant, WeightSpace
+    from tests.helpers import random_features
+
+    space = WeightSpace((2, 8, 1))
+    small = random_features(space, 1, 1, torch.bfloat16)
+    many = small.map(lambda x: x.expand(2**21, *x.shape[1:]))
+    layers = [MagepInvariant(space, 1, e, dtype=torch.bfloat16) for e in (1, 2**21)]
+    layers[0](small)
+    size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + 20 * 2**20, resource.RLIM_INFINITY))
+    for layer, features in zip(layers, (many, small)):
+        try:
+            layer(features)
+        except MemoryError as error:
+            print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are those of Linux")
+def test_too_little_memory_for_a_copy_is_the_same_error():
+    """Features that are not contiguous, then parameters that are not in the type of computation."""
+    output, errors = python(LOW_MEMORY_FOR_COPIES).communicate(timeout=240)
+    shapes = ("[2097152, 1, 8, 2]", "[2097152, 11]")
+    assert output.splitlines() == [f"magep_fast: not enough memory for a tensor of shape {x}" for x in shapes], errors
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_deterministic_algorithms(kind):
     """Nothing refuses to run, fresh memory that torch fills with NaN is never read, and the bits repeat."""

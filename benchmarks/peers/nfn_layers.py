@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 
 from nfn.common import ArraySpec, NetworkSpec, WeightSpaceFeatures
-from nfn.layers import HNPLinear, NPLinear, TupleOp
+from nfn.layers import HNPLinear, HNPPool, NPLinear, TupleOp
 from torch import nn
 
+from benchmarks.peers.heads import accuracy_head
 from magep_fast import WeightFeatures, WeightSpace
 from magep_fast.permutation import FourierFeatures, PositionEncoding
 
@@ -42,6 +43,19 @@ class Chain(nn.Sequential):
         super().__init__(ToNfn(space), *layers)
 
 
+def relu_layers(layer: Callable[[int, int], nn.Module], channels: Sequence[int]) -> list[nn.Module]:
+    """Layers `layer(d, e)` between these numbers of channels, each followed by ReLU."""
+    return [x for d, e in pairwise(channels) for x in (layer(d, e), TupleOp(nn.ReLU()))]
+
+
+def accuracy_network(space: WeightSpace, kind: Callable[..., nn.Module]) -> nn.Module:
+    """What NP and HNP of Zhou et al. 2023 have in common on CNNs: three layers of a kind, the pool, the head."""
+    spec, channels = network_spec(space), (1, 16, 16, 5)
+    layers = relu_layers(partial(kind, spec), channels)
+    head = accuracy_head(channels[-1] * HNPPool.get_num_outs(spec), hidden=1000)
+    return Chain(space, [*layers, HNPPool(spec), nn.Flatten(), head])
+
+
 class EncodedLayers:
     """What NP and HNP of Zhou et al. 2023 have in common on SIRENs.
 
@@ -71,5 +85,4 @@ class EncodedLayers:
             self.encoders.append(position)
             inputs += position.channels
         self.layer = partial(NPLinear if kind == "np" else HNPLinear, self.spec)
-        widths = [inputs, *(channels,) * layers]
-        self.body = [x for d, e in pairwise(widths) for x in (self.layer(d, e), TupleOp(nn.ReLU()))]
+        self.body = relu_layers(self.layer, [inputs, *(channels,) * layers])

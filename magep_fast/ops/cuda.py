@@ -15,6 +15,7 @@ from torch import Tensor
 from magep_fast import factored
 from magep_fast.ops import native
 from magep_fast.ops.library import missing_library, native_module
+from magep_fast.ops.operations import wrong_dtype
 from magep_fast.terms import Table
 
 _LIBRARY = Path(__file__).resolve().parent.parent / "libmagep_fast_cuda.so"
@@ -62,7 +63,8 @@ def _load() -> str | None:
             "its kernels were not built: install where nvcc is found and torch has CUDA, or with "
             'CMAKE_ARGS="-DMAGEP_WITH_CUDA=ON"'
         )
-    if not torch.cuda.is_available():
+    # At import, so not is_available(): that starts CUDA, after which a forked process cannot use it.
+    if torch.cuda.device_count() == 0:
         return "torch sees no CUDA device"
     try:
         torch.ops.load_library(_LIBRARY)
@@ -84,10 +86,9 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why tensors of this kind cannot be taken, or None."""
     if device.type != "cuda":
         return "it runs on CUDA tensors only"
-    if dtype not in native.DTYPES:
-        return f"it computes in {', '.join(str(d).removeprefix('torch.') for d in native.DTYPES)}"
-    if _missing is not None:
-        return None
+    reason = wrong_dtype(dtype, native.DTYPES)
+    if reason is not None or _missing is not None:
+        return reason
     properties = torch.cuda.get_device_properties(device)
     return mismatch((properties.major, properties.minor), architectures())
 

@@ -29,6 +29,7 @@ from magep_fast.ops.operations import (
     split,
     transformed,
     widths_of,
+    wrong_dtype,
 )
 from magep_fast.terms import LINEAR, Table, equivariant_table
 
@@ -39,9 +40,7 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why tensors of this kind cannot be taken, or None."""
     if device.type != "cpu":
         return "it runs on CPU tensors only"
-    if dtype not in DTYPES:
-        return f"it computes in {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}"
-    return None
+    return wrong_dtype(dtype, DTYPES)
 
 
 def chain(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

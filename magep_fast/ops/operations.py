@@ -41,6 +41,13 @@ def has_kernel(table: Table) -> bool:
     return table.terms == GROUPS["all"] and set(space.taps + table.out_taps) == {1} and (space.n_in or 0) <= MOST_INPUTS
 
 
+def wrong_dtype(dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> str | None:
+    """Why a dtype is none that a backend computes in, or None."""
+    if dtype in dtypes:
+        return None
+    return f"it computes in {', '.join(str(d).removeprefix('torch.') for d in dtypes)}"
+
+
 def transformed() -> bool:
     """Whether a transform of torch.func or a forward-mode level is active, of which the operators know nothing."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -34,6 +34,7 @@ from magep_fast.ops.operations import (
     split,
     transformed,
     widths_of,
+    wrong_dtype,
 )
 from magep_fast.terms import GROUPS, Table, equivariant_table, invariant_table
 
@@ -70,14 +71,10 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
     if interpreted():
         if device.type != "cpu":
             return "TRITON_INTERPRET=1 is set, which runs on CPU tensors"
-        return None if dtype in (*DTYPES, torch.float64) else _dtypes("float64, ")
+        return wrong_dtype(dtype, (torch.float64, *DTYPES))
     if device.type != "cuda":
         return "it runs on GPU tensors only (on CPU tensors in Triton's interpreter: TRITON_INTERPRET=1)"
-    return None if dtype in DTYPES else _dtypes("")
-
-
-def _dtypes(more: str) -> str:
-    return f"it computes in {more}{', '.join(str(d).removeprefix('torch.') for d in DTYPES)}"
+    return wrong_dtype(dtype, DTYPES)
 
 
 def chain(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
