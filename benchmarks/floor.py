@@ -12,11 +12,17 @@ from benchmarks.measure import CPU, finisher, time_interleaved
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates measured in this run: multiply-adds and bytes per second."""
+    """Rates measured in this run: flops of a large product and bytes of a large copy per second.
+
+    Args:
+        one_thread: flops with one thread. The cores of a virtual machine may be two threads of one core, and then all
+            threads together do little more.
+    """
 
     flops: float
     warm_bytes: float
     fresh_bytes: float
+    one_thread: float
 
     @staticmethod
     def measure(repeats: int = 20, device: torch.device = CPU) -> Machine:
@@ -27,8 +33,14 @@ class Machine:
         product, warm, fresh = time_interleaved(
             [lambda: a @ b, lambda: target.copy_(source), source.clone], repeats, finish=finisher(device)
         )
-        size = source.nbytes
-        return Machine(2 * n**3 / product.p50, size / warm.p50, size / fresh.p50)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            (alone,) = time_interleaved([lambda: a @ b], repeats, finish=finisher(device))
+        finally:
+            torch.set_num_threads(threads)
+        size, flops = source.nbytes, 2 * n**3
+        return Machine(flops / product.p50, size / warm.p50, size / fresh.p50, flops / alone.p50)
 
 
 def equivariant_flops(widths: tuple[int, ...], d: int, e: int, batch: int) -> float:

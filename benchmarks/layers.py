@@ -156,8 +156,9 @@ def run(arguments: argparse.Namespace) -> None:
     table = Table(
         title=f"One layer, forward + backward, float32, {where}, {arguments.repeats} interleaved repeats",
         caption=(
-            f"floor: {machine.flops / 1e9:.0f} GFLOP/s (large torch.mm), copies at {machine.warm_bytes / 1e9:.1f} GB/s "
-            f"into warm and {machine.fresh_bytes / 1e9:.1f} GB/s into fresh memory, measured in this run"
+            f"floor: {machine.flops / 1e9:.0f} GFLOP/s (large torch.mm; one thread {machine.one_thread / 1e9:.0f}), "
+            f"copies at {machine.warm_bytes / 1e9:.1f} GB/s into warm and {machine.fresh_bytes / 1e9:.1f} GB/s into "
+            "fresh memory, measured in this run"
         ),
     )
     for column in ("layer", "shape", "implementation"):

@@ -12,7 +12,7 @@ from magep_fast import WeightSpace
 from tests.helpers import BACKENDS
 
 TINY = Shape("tiny", (2, 5, 4, 3), 3, 2)
-MACHINE = Machine(flops=1e9, warm_bytes=1e9, fresh_bytes=1e9)
+MACHINE = Machine(flops=1e9, warm_bytes=1e9, fresh_bytes=1e9, one_thread=1e9)
 
 
 def test_calls_are_interleaved_and_timed():

@@ -574,8 +574,9 @@ struct EquivariantCall {
     }
   }
 
+  // matrix_bar is added to, or with `write` written for the first time.
   void last_backward(Group group, Incoming<S, T> out_bar, const T* saved, int64_t stride, T* grads, T* F_bar,
-                     T* matrix_bar, Scratch<T> scratch) const {
+                     T* matrix_bar, bool write, Scratch<T> scratch) const {
     const Shape& s = x.s;
     const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L(), d = s.d, m = s.n[L - 1], all = s.e * n_L;
     const int64_t inner = d * (n_0 + 1), K = 3 * n_L * d, size = row_block_size(all, K, 1);
@@ -611,13 +612,13 @@ struct EquivariantCall {
                         {Y_bar + n_0 * d, n_0 + 1, 1},
                         {F_bar + group.begin * s.readout_columns() + Features(s).b, 1, 1}, true);
       // Phi_1_bar += bar W^T;  Phi_2_bar[r, p] += sum_q Y_bar[r, q] P[p, q];  Phi_3_bar[r, p] += Y_bar[r, n_0] b[p]
-      gemm<T>(rows, n_L * d, ld, {bar, ld, 1}, W_transposed, n_L * d, to, K, true);
+      gemm<T>(rows, n_L * d, ld, {bar, ld, 1}, W_transposed, n_L * d, to, K, !write);
       const T* own = saved + group.begin * stride;
       const Networks networks{nets, size * inner, stride};
-      lane_gemm<T>(d, rows, n_L, n_0, {Y_bar, n_0 + 1, 1}, {own + x.at.PL, 1, n_0}, {to + n_L * d, 3 * n_L, 1}, true,
+      lane_gemm<T>(d, rows, n_L, n_0, {Y_bar, n_0 + 1, 1}, {own + x.at.PL, 1, n_0}, {to + n_L * d, 3 * n_L, 1}, !write,
                    networks);
       lane_gemm<T>(d, rows, n_L, 1, {Y_bar + n_0 * d, n_0 + 1, 1}, {last_bias(own), 1, 1},
-                   {to + 2 * n_L * d, 3 * n_L, 1}, true, networks);
+                   {to + 2 * n_L * d, 3 * n_L, 1}, !write, networks);
     }
   }
 };
@@ -654,15 +655,16 @@ struct Accumulator {
   bool transposed(int64_t k) const { return k % 2 == 0 && 0 < k && k < 2 * s.L() - 2 && s.n_L() > 1; }
   int64_t memory(int64_t chunks) const { return first_size + (chunks - 1) * size; }
 
+  // All but weight_L is cleared; that too if `clear_last`.
   template <typename T>
-  Sums<T> of(int64_t chunk, T* memory, T* const* matrices, T* psi) const {
+  Sums<T> of(int64_t chunk, T* memory, T* const* matrices, T* psi, bool clear_last) const {
     Sums<T> sums;
     for (size_t k = 0; k < counts.size(); ++k) {
       T* at = chunk > 0                             ? memory + first_size + (chunk - 1) * size + offsets[k]
               : transposed(static_cast<int64_t>(k)) ? memory + first_offsets[k]
               : k + 1 == counts.size()              ? psi
                                                     : matrices[k];
-      std::fill(at, at + counts[k], T(0));
+      if (k + 2 != counts.size() || clear_last) std::fill(at, at + counts[k], T(0));
       if (k + 1 == counts.size())
         sums.psi = at;
       else
@@ -747,14 +749,17 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
   readout_backward(s.B, rows, K, matrices[2 * L - 1], F, bar, F_bar, matrices_bar[2 * L - 1], parallel);
 
   std::vector<Sums<T>> sums(chunks);
-  parallel.run(chunks,
-               [&](int64_t chunk) { sums[chunk] = accumulator.of(chunk, accumulators, matrices_bar, psi_bar); });
-  const auto layer = [&](Group group, int64_t i, T* group_grads, const Sums<T>& sum, Scratch<T> scratch) {
+  parallel.run(chunks, [&](int64_t chunk) {
+    sums[chunk] = accumulator.of(chunk, accumulators, matrices_bar, psi_bar, !by_network);
+  });
+  const auto layer = [&](Group group, int64_t i, T* group_grads, const Sums<T>& sum, bool write_last,
+                         Scratch<T> scratch) {
     if (i < L)
       call.hidden_backward(group, i, out_bar, saved, stride, group_grads, sum.matrices[0], sum.matrices[2 * i - 1],
                            scratch);
     else
-      call.last_backward(group, out_bar.weight(L), saved, stride, group_grads, F_bar, sum.matrices[2 * L - 2], scratch);
+      call.last_backward(group, out_bar.weight(L), saved, stride, group_grads, F_bar, sum.matrices[2 * L - 2],
+                         write_last, scratch);
     for (int64_t net = group.begin; i == L && net < group.end; ++net) {
       const T* own = saved + net * stride;
       features_backward(call.x, own, F_bar + net * K, group_grads + (net - group.begin) * at.grad_size, sum.psi,
@@ -782,7 +787,7 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
       for (int64_t first = begin; first < end; first += group_size) {
         const Group group{first, std::min(end, first + group_size)};
         std::fill(own_grads, own_grads + group.size() * at.grad_size, T(0));
-        for (int64_t i = 1; i <= L; ++i) layer(group, i, own_grads, sum, scratch);
+        for (int64_t i = 1; i <= L; ++i) layer(group, i, own_grads, sum, first == begin, scratch);
         for (int64_t net = group.begin; net < group.end; ++net) {
           T* grad = own_grads + (net - group.begin) * at.grad_size;
           for (int64_t i = 2; i < L; ++i) middle(net, i, grad, sum, scratch);
@@ -797,7 +802,7 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
       Scratch<T> scratch = Scratch<T>::begin(need);
       for (int64_t task = begin; task < end; ++task) {
         const int64_t net = task / L, i = task % L + 1;
-        layer({net, net + 1}, i, grads + net * at.grad_size, sums[chunk], scratch);
+        layer({net, net + 1}, i, grads + net * at.grad_size, sums[chunk], false, scratch);
         middle(net, i, grads + net * at.grad_size, sums[chunk], scratch);
       }
     });
