@@ -46,7 +46,7 @@ struct LinearShape {
   int64_t L() const { return static_cast<int64_t>(n.size()) - 1; }
 };
 
-// An array [rows][channels][ld], or [channels][rows][ld], inside the buffer of one network.
+// An array [rows][channels][ld] inside the buffer of one network.
 struct Section {
   int64_t offset = 0, rows = 0, ld = 0, row_stride = 0, channel_stride = 0;
 };
