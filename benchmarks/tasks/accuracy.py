@@ -193,7 +193,7 @@ def one_run(arguments: argparse.Namespace, part: Part, folder: Path, system: str
         networks = source.read("test", 0, min(PICTURES, source.count("test")))
         draw_grid(path, one.model, networks, part.change, unit_form(source))
         if system == "MAGEP":
-            shutil.copyfile(path, arguments.out / f"{part.change}.png")
+            shutil.copyfile(path, arguments.out / accuracy_report.edited_picture(part.data, part.change))
 
 
 def read_rows(folder: Path) -> list[dict[str, str]]:
