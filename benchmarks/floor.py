@@ -15,8 +15,8 @@ class Machine:
     """Rates measured in this run: flops of a large product and bytes of a large copy per second.
 
     Args:
-        one_thread: flops with one thread. The cores of a virtual machine may be two threads of one core, and then all
-            threads together do little more.
+        one_thread: flops of the processor with one thread. The cores of a virtual machine may be threads of one core,
+            and all threads then do little more.
     """
 
     flops: float
@@ -30,17 +30,18 @@ class Machine:
         a, b = torch.randn(n, n, device=device), torch.randn(n, n, device=device)
         source = torch.randn((16 if device.type == "cpu" else 256) << 20, device=device)
         target = torch.empty_like(source)
-        product, warm, fresh = time_interleaved(
-            [lambda: a @ b, lambda: target.copy_(source), source.clone], repeats, finish=finisher(device)
-        )
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            (alone,) = time_interleaved([lambda: a @ b], repeats, finish=finisher(device))
-        finally:
+        threads, left, right = torch.get_num_threads(), a.to(CPU)[:512, :512], b.to(CPU)[:512, :512]
+
+        def one_thread() -> None:
+            torch.set_num_threads(1)
+            left @ right
             torch.set_num_threads(threads)
+
+        product, alone, warm, fresh = time_interleaved(
+            [lambda: a @ b, one_thread, lambda: target.copy_(source), source.clone], repeats, finish=finisher(device)
+        )
         size, flops = source.nbytes, 2 * n**3
-        return Machine(flops / product.p50, size / warm.p50, size / fresh.p50, flops / alone.p50)
+        return Machine(flops / product.p50, size / warm.p50, size / fresh.p50, 2 * 512**3 / alone.p50)
 
 
 def equivariant_flops(widths: tuple[int, ...], d: int, e: int, batch: int) -> float:

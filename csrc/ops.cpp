@@ -126,24 +126,22 @@ void prefer_huge_pages(void* data, int64_t bytes) {
 #endif
 }
 
-// A new contiguous tensor. torch::stable::new_empty looks its operator up by name, which takes longer than the rest.
-Tensor empty(const Sizes& shape, ScalarType dtype) {
-  Sizes strides(shape.size(), 1);
-  for (size_t k = shape.size(); k-- > 1;) strides[k - 1] = strides[k] * std::max<int64_t>(shape[k], 1);
-  const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+// torch::stable::new_empty looks its operator up by name, which takes longer than the rest.
+Tensor new_empty(const Tensor& like, const Sizes& shape, ScalarType dtype) {
+  auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
-                                                         strides.data(), code, aoti_torch_device_type_cpu(), 0,
-                                                         &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(like.get(), shape.data(), static_cast<int64_t>(shape.size()), &code,
+                                                   nullptr, nullptr, 0, nullptr, &handle));
   return Tensor(handle);
 }
 
 // New tensors appended to `results`, and their pointers.
 template <typename X>
-std::vector<X*> allocate(std::vector<Tensor>& results, const std::vector<Sizes>& shapes, ScalarType dtype) {
+std::vector<X*> allocate(std::vector<Tensor>& results, const Tensor& like, const std::vector<Sizes>& shapes,
+                         ScalarType dtype) {
   std::vector<X*> data;
   for (const Sizes& shape : shapes) {
-    results.push_back(within_memory(shape, [&] { return empty(shape, dtype); }));
+    results.push_back(within_memory(shape, [&] { return new_empty(like, shape, dtype); }));
     data.push_back(static_cast<X*>(results.back().mutable_data_ptr()));
     prefer_huge_pages(data.back(), results.back().numel() * static_cast<int64_t>(sizeof(X)));
   }
@@ -204,10 +202,10 @@ template <typename S>
 struct LayerResults {
   std::vector<S*> values, before;
 
-  LayerResults(std::vector<Tensor>& results, const std::vector<Sizes>& shapes, ScalarType dtype)
-      : values(allocate<S>(results, shapes, dtype)) {}
-  void keep_before(std::vector<Tensor>& results, const std::vector<Sizes>& shapes, ScalarType dtype) {
-    before = allocate<S>(results, shapes, dtype);
+  LayerResults(std::vector<Tensor>& results, const Tensor& like, const std::vector<Sizes>& shapes)
+      : values(allocate<S>(results, like, shapes, like.scalar_type())) {}
+  void keep_before(std::vector<Tensor>& results, const Tensor& like, const std::vector<Sizes>& shapes) {
+    before = allocate<S>(results, like, shapes, like.scalar_type());
   }
   magep::Outputs<S> outputs(Activation f) const {
     const size_t L = values.size() / 2;
@@ -263,7 +261,7 @@ std::vector<Tensor> chain(std::vector<Tensor> weights, std::vector<Tensor> biase
     using T = decltype(compute);
     const auto x = features<S>(weights, biases);
     std::vector<Tensor> results;
-    const auto out = allocate<S>(results, chain_shapes(s), dtype);
+    const auto out = allocate<S>(results, weights[0], chain_shapes(s), dtype);
     if (s.B > 0)
       magep::kernels().of<S, T>().chain_forward(s, x.get(), x.get() + s.L(), out.data(), out.data() + s.L(),
                                                 torch_threads());
@@ -282,7 +280,7 @@ std::vector<Tensor> chain_backward(std::vector<Tensor> grads, std::vector<Tensor
     const auto bar = checked<S>(grads, op, "grads", chain_shapes(s), dtype);
     const auto x = features<S>(weights, biases);
     std::vector<Tensor> results;
-    const auto out = allocate<S>(results, feature_shapes(s, s.d), dtype);
+    const auto out = allocate<S>(results, weights[0], feature_shapes(s, s.d), dtype);
     if (s.B > 0)
       magep::kernels().of<S, T>().chain_backward(s, bar.get(), bar.get() + s.L(), x.get(), x.get() + s.L(), out.data(),
                                                  out.data() + s.L(), torch_threads());
@@ -304,10 +302,10 @@ std::vector<Tensor> equivariant(std::vector<Tensor> weights, std::vector<Tensor>
     const auto connections = parameters<T>({psi}, op, "psi", {psi_shape(s, true)}, dtype);
     const auto x = features<S>(weights, biases);
     std::vector<Tensor> results;
-    LayerResults<S> out(results, feature_shapes(s, s.e), dtype);
-    const auto saved =
-        allocate<T>(results, {{s.B, magep::saved_size(s, magep::Operation::equivariant)}}, scalar_type<T>());
-    if (training && f == Activation::sin) out.keep_before(results, feature_shapes(s, s.e), dtype);
+    LayerResults<S> out(results, weights[0], feature_shapes(s, s.e));
+    const auto saved = allocate<T>(results, weights[0], {{s.B, magep::saved_size(s, magep::Operation::equivariant)}},
+                                   scalar_type<T>());
+    if (training && f == Activation::sin) out.keep_before(results, weights[0], feature_shapes(s, s.e));
     if (s.B > 0)
       magep::kernels().of<S, T>().equivariant_forward(s, x.get(), x.get() + s.L(), phi.get(), connections.data[0],
                                                       out.outputs(f), saved[0], torch_threads());
@@ -334,9 +332,9 @@ std::vector<Tensor> equivariant_backward(std::vector<Tensor> grads, std::vector<
                                  scalar_type<T>());
     const auto x = features<S>(weights, biases);
     std::vector<Tensor> results;
-    const auto x_bar = allocate<S>(results, feature_shapes(s, s.d), dtype);
-    const auto phi_bar = allocate<T>(results, matrix_shapes(s), scalar_type<T>());
-    const auto psi_bar = allocate<T>(results, {psi_shape(s, true)}, scalar_type<T>());
+    const auto x_bar = allocate<S>(results, weights[0], feature_shapes(s, s.d), dtype);
+    const auto phi_bar = allocate<T>(results, weights[0], matrix_shapes(s), scalar_type<T>());
+    const auto psi_bar = allocate<T>(results, weights[0], {psi_shape(s, true)}, scalar_type<T>());
     if (s.B > 0)
       magep::kernels().of<S, T>().equivariant_backward(
           s, bars.get(), x.get(), x.get() + s.L(), phi.get(), connections.data[0], kept.data[0], x_bar.data(),
@@ -410,8 +408,8 @@ std::vector<Tensor> linear(std::vector<Tensor> weights, std::vector<Tensor> bias
     const auto x = features<S>(weights, biases);
     const auto shapes = feature_shapes(s.B, s.out, s.e, s.n);
     std::vector<Tensor> results;
-    LayerResults<S> out(results, shapes, dtype);
-    if (training && f == Activation::sin) out.keep_before(results, shapes, dtype);
+    LayerResults<S> out(results, weights[0], shapes);
+    if (training && f == Activation::sin) out.keep_before(results, weights[0], shapes);
     if (s.B > 0)
       magep::kernels().of<S, T>().linear_forward(s, x.get(), x.get() + s.L(), phi.get(), out.outputs(f),
                                                  torch_threads());
@@ -435,8 +433,8 @@ std::vector<Tensor> linear_backward(std::vector<Tensor> grads, std::vector<Tenso
     const auto x = features<S>(weights, biases);
     std::vector<Tensor> results;
     std::vector<S*> x_bar;
-    if (inputs) x_bar = allocate<S>(results, feature_shapes(s.B, s.in, s.d, s.n), dtype);
-    const auto phi_bar = allocate<T>(results, matrix_shapes(s), scalar_type<T>());
+    if (inputs) x_bar = allocate<S>(results, weights[0], feature_shapes(s.B, s.in, s.d, s.n), dtype);
+    const auto phi_bar = allocate<T>(results, weights[0], matrix_shapes(s), scalar_type<T>());
     if (s.B > 0)
       magep::kernels().of<S, T>().linear_backward(
           s, bars.get(), x.get(), x.get() + s.L(), phi.get(), inputs ? x_bar.data() : nullptr,
@@ -476,9 +474,9 @@ std::vector<Tensor> invariant(std::vector<Tensor> weights, std::vector<Tensor> b
     const auto connections = parameters<T>({psi}, op, "psi", {psi_shape(s, false)}, dtype);
     const auto x = features<S>(weights, biases);
     std::vector<Tensor> results;
-    const auto out = allocate<S>(results, {{s.B, s.e}}, dtype);
+    const auto out = allocate<S>(results, weights[0], {{s.B, s.e}}, dtype);
     const auto saved =
-        allocate<T>(results, {{s.B, magep::saved_size(s, magep::Operation::invariant)}}, scalar_type<T>());
+        allocate<T>(results, weights[0], {{s.B, magep::saved_size(s, magep::Operation::invariant)}}, scalar_type<T>());
     if (s.B > 0)
       magep::kernels().of<S, T>().invariant_forward(s, x.get(), x.get() + s.L(), phi.data[0],
                                                     spread_psi(s, connections.data[0]).data(), out[0], saved[0],
@@ -503,9 +501,9 @@ std::vector<Tensor> invariant_backward(Tensor grad, std::vector<Tensor> weights,
         checked<T>({saved}, op, "saved", {{s.B, magep::saved_size(s, magep::Operation::invariant)}}, scalar_type<T>());
     const auto x = features<S>(weights, biases);
     std::vector<Tensor> results;
-    const auto x_bar = allocate<S>(results, feature_shapes(s, s.d), dtype);
-    const auto phi_bar = allocate<T>(results, matrix_shapes(s, false), scalar_type<T>());
-    const auto psi_bar = allocate<T>(results, {psi_shape(s, false)}, scalar_type<T>());
+    const auto x_bar = allocate<S>(results, weights[0], feature_shapes(s, s.d), dtype);
+    const auto phi_bar = allocate<T>(results, weights[0], matrix_shapes(s, false), scalar_type<T>());
+    const auto psi_bar = allocate<T>(results, weights[0], {psi_shape(s, false)}, scalar_type<T>());
     if (s.B > 0) {
       std::vector<T> all_bar(s.psi_size());
       magep::kernels().of<S, T>().invariant_backward(

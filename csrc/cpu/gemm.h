@@ -25,8 +25,8 @@ struct Operand {
 };
 
 // MR rows and NV vectors of C, the last of which has `tail` lanes. B is fetched `ahead` numbers before it is used.
-// Functions around it take A's strides one by one: as a struct they would go through memory, and reading two strides at
-// once there waits for all results written before.
+// A's strides come one by one: of a struct on the stack, two numbers stored singly were loaded as one vector, which
+// cannot be forwarded and waits until all results before are written.
 template <typename T, int MR, int NV, typename Tail>
 inline void micro_kernel(int64_t K, const T* a, int64_t a_row, int64_t a_column, const T* b, int64_t ldb, int64_t ahead,
                          T* c, int64_t ldc, bool accumulate, Tail tail) {

@@ -141,29 +141,30 @@ void readout(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, De
 template <typename T>
 void readout_backward(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, const T* bar, T* F_bar,
                       T* matrix_bar, const Parallel& parallel) {
-  // A thread takes the rows that it took forward, and that optimisers, which halve tensors, give it: cores need not
-  // share a cache. It sums F_bar over them, the first one in place.
-  const int64_t chunks = parallel.chunks(rows), size = B * K;
-  thread_local std::vector<T> memory;
-  memory.resize((chunks - 1) * size);
-  T* others = memory.data();
-  // Strips of columns and few rows at a time: the matrix, which may be large, is read and written in order.
+  // By rows, as in `readout`: a core then finds the rows of the matrix in its own cache. Each part of the rows sums
+  // F_bar in memory of its own, the first in place; all parts together take no more than the matrix. Where rows are few
+  // for that, threads divide strips of columns, which keep the matrix read and written in order in any case.
   constexpr int64_t kStrip = 512, kRows = 16;
-  parallel.split(rows, [&](int64_t chunk, int64_t begin, int64_t end) {
-    T* sum = chunk == 0 ? F_bar : others + (chunk - 1) * size;
-    for (int64_t k = 0; k < K; k += kStrip) {
-      const int64_t count = std::min(kStrip, K - k);
+  const int64_t parts = std::max<int64_t>(1, std::min(parallel.threads, rows / std::max(kRows, B)));
+  const int64_t strips = (K + kStrip - 1) / kStrip, size = B * K;
+  thread_local std::vector<T> memory;
+  if (static_cast<int64_t>(memory.size()) < (parts - 1) * size) memory.resize((parts - 1) * size);
+  T* others = memory.data();
+  parallel.split(parts * strips, [&](int64_t, int64_t first, int64_t last) {
+    for (int64_t task = first; task < last; ++task) {
+      const int64_t part = task / strips, k = task % strips * kStrip, count = std::min(kStrip, K - k);
+      const int64_t begin = rows * part / parts, end = rows * (part + 1) / parts;
+      T* sum = (part == 0 ? F_bar : others + (part - 1) * size) + k;
       for (int64_t r = begin; r < end; r += kRows) {
         const int64_t some = std::min(kRows, end - r);
-        gemm<T>(B, count, some, {bar + r, rows, 1}, matrix + r * K + k, K, sum + k, K, r > begin);
+        gemm<T>(B, count, some, {bar + r, rows, 1}, matrix + r * K + k, K, sum, K, r > begin);
         gemm<T>(some, count, B, {bar + r, 1, rows}, F + k, K, matrix_bar + r * K + k, K, false);
       }
     }
   });
-  if (chunks > 1)
+  if (parts > 1)
     parallel.split(size, [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t chunk = 1; chunk < chunks; ++chunk)
-        add(end - begin, others + (chunk - 1) * size + begin, F_bar + begin);
+      for (int64_t part = 1; part < parts; ++part) add(end - begin, others + (part - 1) * size + begin, F_bar + begin);
     });
 }
 

@@ -63,7 +63,8 @@ def _load() -> str | None:
             "its kernels were not built: install where nvcc is found and torch has CUDA, or with "
             'CMAKE_ARGS="-DMAGEP_WITH_CUDA=ON"'
         )
-    # At import, so not is_available(): that starts CUDA, after which a forked process cannot use it.
+    # At import, so not is_available(): that starts CUDA, after which a forked process cannot use it. Counting
+    # devices does not, where NVML answers.
     if torch.cuda.device_count() == 0:
         return "torch sees no CUDA device"
     try:
