@@ -421,4 +421,4 @@ def test_accuracy_runs_what_is_missing_and_reports_it(tmp_path, monkeypatch):
     text = (tmp_path / "out" / "accuracy.md").read_text()
     for words in ("Kendall's τ", "U[1, 10^4]", "Only Inter-Layer terms", "unedited", "0.933 ± 0.001", "Every run"):
         assert words in text
-    assert (tmp_path / "out" / "augmentation.png").stat().st_size > 5000
+    assert (tmp_path / "out" / "augmentation-relu.png").stat().st_size > 5000

@@ -21,10 +21,12 @@ def write(folder: Path, rows: list[Row]) -> None:
     for activation in ("relu", "tanh"):
         plain = _of(rows, "generalization", activation)
         if plain:
-            sections += [_generalization(activation, plain), *_ablation(plain)]
-    if any(r["augment"] != "0" for r in rows):
-        _draw_augmentation(folder / "augmentation.png", _of(rows, "generalization", "relu"))
-        sections.append("![Kendall's τ against the range of scales](augmentation.png)")
+            sections.append(_generalization(activation, plain))
+            if any(r["augment"] != "0" for r in plain):
+                picture = f"augmentation-{activation}.png"
+                _draw_augmentation(folder / picture, plain)
+                sections.append(f"![Kendall's τ against the range of scales]({picture})")
+            sections += _ablation(plain)
     for subset in CHANGES:
         if classified := _of(rows, "inr-classify", subset):
             picture = f"classification-{subset}.png"
