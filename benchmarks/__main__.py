@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import compile, layers, model, scaling, tables
-from benchmarks.commands import add_commands
-from benchmarks.data import command as data
-from benchmarks.tasks import accuracy
-from benchmarks.tasks import command as train
+try:
+    from benchmarks import compile, layers, model, scaling, tables
+    from benchmarks.commands import add_commands
+    from benchmarks.data import command as data
+    from benchmarks.tasks import accuracy
+    from benchmarks.tasks import command as train
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}; benchmarks need more than the layers do: pip install --no-build-isolation -e '.[bench]'")
 
 COMMANDS = {
     "layers": (layers, "one layer, implementation against implementation"),

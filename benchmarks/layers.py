@@ -149,6 +149,10 @@ def run(arguments: argparse.Namespace) -> None:
     threads = set_threads(arguments.threads)
     device = torch.device(arguments.device)
     implementations = ["reference", *(name for name in backends_on(device) if name != "reference")]
+    for backend in backends():
+        reason = backend.missing()
+        if reason is not None and backend.unsupported(device, torch.float32) is None:
+            console.print(f"without {backend.name}: {reason}")
     if arguments.compile:
         implementations.insert(1, COMPILED)
     machine = Machine.measure(device=device)
@@ -217,9 +221,14 @@ def _add_to(table: Table, key: str, rows: list[dict[str, object]]) -> None:
         )
 
 
+def _shapes_help() -> str:
+    shapes = (f"{key} {shape.name} ({'-'.join(map(str, shape.widths))})" for key, shape in SHAPES.items())
+    return "which shapes (default all): " + ", ".join(shapes)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", nargs="+", choices=list(LAYERS), default=list(LAYERS), help="which layers")
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="which shapes")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help=_shapes_help())
     parser.add_argument("--repeats", type=int, default=20, help="timed calls of each implementation (default 20)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("--compile", action="store_true", help=f"also {COMPILED}; compiling takes minutes")

@@ -126,7 +126,9 @@ class GroupElement:
         return NotImplemented
 
     def to(self, device: torch.device | str) -> GroupElement:
-        """The same element on another device."""
+        """The same element on another device. It acts on features of any dtype."""
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"expected a device; found {device}. A group element acts on features of any dtype")
         return GroupElement(tuple(s.to(device) for s in self.sources), tuple(s.to(device) for s in self.scales))
 
     def _gather(self, x: Tensor, hidden: int, dim: int) -> Tensor:

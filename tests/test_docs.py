@@ -102,7 +102,7 @@ def test_code_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = NAMES_BEFORE.get(page, dict)()
     for block in blocks(page):
-        exec(block.partition("# after")[2] or block, names)  # "before" is the literal form, in outline
+        exec(block, names)
     assert TRUE_AFTER[page](names)
 
 
@@ -181,7 +181,7 @@ def test_help_from_the_shell(module):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["train", "inr-edit", "--data", "nowhere"], "error: nowhere has no manifest.json"),
+        (["train", "inr-edit", "--data", "nowhere"], "error: nowhere does not exist; expected a data set"),
         (["data", "zoo", "--out", "zoo", "--images", "nowhere"], "error: nowhere holds no images"),
         (["data", "zoo", "--out", "zoo", "--images", "nowhere.npz"], "error: "),
         (["data", "inr", "--out", "inr", "--images", "empty.npz"], "error: empty.npz has no x_test"),

@@ -71,8 +71,10 @@ class Manifest:
         try:
             content = json.loads(path.read_text())
         except FileNotFoundError as error:
+            reason = f"has no {MANIFEST}" if folder.exists() else "does not exist"
             raise DataError(
-                f"{folder} has no {MANIFEST}; expected a data set made by python -m benchmarks data"
+                f"{folder} {reason}; expected a data set made by python -m benchmarks data, of the Small CNN Zoo, or "
+                "of SIRENs in folders <prefix>_<label>s"
             ) from error
         except ValueError as error:
             raise DataError(f"{path} is not JSON ({error}); restore it, or make the data set anew elsewhere") from error

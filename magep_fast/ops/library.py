@@ -24,8 +24,12 @@ def load_library() -> None:
     global _missing
     _missing = None
     if not _OPS.exists():
+        source = _OPS.parent.parent
         _missing = (
-            "this installation has no native library: it was built without a C++ compiler or with "
+            f"{source} is a source folder without a build, and hides an installed magep_fast: run from another folder, "
+            "or build here with pip install --no-build-isolation -e ."
+            if (source / "setup.py").exists()
+            else "this installation has no native library: it was built without a C++ compiler or with "
             "MAGEP_FAST_NO_NATIVE=1; run pip install again with a compiler"
         )
         return
