@@ -29,6 +29,18 @@ struct Group {
   int64_t size() const { return end - begin; }
 };
 
+// Calls body(group) for the networks begin ... end - 1, up to `size` at a time.
+template <typename Body>
+void for_groups(int64_t begin, int64_t end, int64_t size, Body&& body) {
+  for (int64_t first = begin; first < end; first += size) body(Group{first, std::min(end, first + size)});
+}
+
+// Rows begin ... end - 1 of the last layer's matrices.
+struct RowRange {
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
+};
+
 template <typename S, typename T>
 struct EquivariantCall {
   Network<S, T> x;
@@ -124,6 +136,12 @@ struct EquivariantCall {
   static int64_t row_block_size(int64_t rows, int64_t columns, int64_t unit) {
     const int64_t fit = std::min<int64_t>(64, (128 << 10) / (columns * static_cast<int64_t>(sizeof(T))));
     return std::min(std::max(rows, unit), std::max<int64_t>(1, fit / unit) * unit);
+  }
+
+  // As few blocks of at most `most` rows, but of equal size.
+  static int64_t even_block_size(int64_t rows, int64_t most) {
+    const int64_t count = std::max<int64_t>(1, (rows + most - 1) / most);
+    return std::max<int64_t>(1, (rows + count - 1) / count);
   }
 
   // The most rows taken at once of the matrices that a hidden layer's outputs have, of its bias and its weights.
@@ -554,15 +572,26 @@ struct EquivariantCall {
   // b_L with channels innermost, [p][d]: a block of the network's features, which follow `saved` in memory.
   const T* last_bias(const T* saved) const { return saved + x.at.size + Features(s()).b; }
 
-  void last_forward(Group group, const T* saved, int64_t stride, Destination<S, T> W_out, Scratch<T> scratch) const {
+  // Whether threads divide the last layer by the rows of its matrix instead of by networks: where the matrix has more
+  // numbers than all networks bring to it, each thread then reads and sums only its own rows, and what they add to the
+  // gradients of every network is the smaller part.
+  bool last_by_rows() const {
+    const Shape& s = x.s;
+    const int64_t L = s.L(), n_L = s.n_L(), threads = parallel.threads;
+    return threads > 1 && readout_parts(s.B, s.e * n_L, s.readout_columns(), threads) == threads &&
+           s.B * (n_L + s.n_0() + 1) * s.n[L - 1] < 3 * s.e * n_L * n_L;
+  }
+
+  void last_forward(Group group, RowRange range, const T* saved, int64_t stride, Destination<S, T> W_out,
+                    Scratch<T> scratch) const {
     const Shape& s = x.s;
     const int64_t L = s.L(), n_L = s.n_L(), d = s.d, m = s.n[L - 1], all = s.e * n_L, inner = d * (s.n_0() + 1);
-    const int64_t K = 3 * n_L * d, size = row_block_size(all, K, 1);
+    const int64_t K = 3 * n_L * d, size = even_block_size(range.size(), row_block_size(all, K, 1));
     const Section &S_t = x.at.S[L - 1], &right = x.at.R[L];
     T* Y = scratch.take(group.size() * size * inner);
     T* product = scratch.take(size * m);
-    for (int64_t row = 0; row < all; row += size) {
-      const int64_t rows = std::min(size, all - row);
+    for (int64_t row = range.begin; row < range.end; row += size) {
+      const int64_t rows = std::min(size, range.end - row);
       const T* matrix = weight_matrix(L) + row * K;
       last_left(group, rows, matrix, saved, stride, Y, size * inner);
       for (int64_t net = group.begin; net < group.end; ++net) {
@@ -574,12 +603,50 @@ struct EquivariantCall {
     }
   }
 
-  // matrix_bar is added to, or with `write` written for the first time.
-  void last_backward(Group group, Incoming<S, T> out_bar, const T* saved, int64_t stride, T* grads, T* F_bar,
-                     T* matrix_bar, bool write, Scratch<T> scratch) const {
+  // What the last layer's weights add to the gradients of a network: of S_(L-1), R_L, P_L and b_L, where those of the
+  // first network of a group are and how far apart those of the next are.
+  struct LastSums {
+    T *suffix, *right, *PL, *b;
+    int64_t stride, b_stride;
+  };
+  int64_t last_sums_size() const {
+    const Shape& s = x.s;
+    return s.d * ((s.n_L() + s.n_0() + 1) * s.n[s.L() - 1] + s.n_L() * s.n_0());
+  }
+  // In an array [B][last_sums_size], b_L within gradients of features [B][K].
+  LastSums last_sums(int64_t net, T* memory, T* F_bar) const {
+    const Shape& s = x.s;
+    const int64_t size = last_sums_size(), S_size = s.n_L() * s.d * s.n[s.L() - 1];
+    T* own = memory + net * size;
+    return {own,
+            own + S_size,
+            own + size - s.n_L() * s.n_0() * s.d,
+            F_bar + net * s.readout_columns() + Features(s).b,
+            size,
+            s.readout_columns()};
+  }
+  // Within the gradients of everything kept, [net][layout.grad_size].
+  LastSums last_sums_in(int64_t net, T* grads, T* F_bar) const {
+    const int64_t L = s().L(), K = s().readout_columns();
+    return {grads + x.at.S[L - 1].offset,      grads + x.at.R[L].offset, grads + x.at.PL,
+            F_bar + net * K + Features(s()).b, x.at.grad_size,           K};
+  }
+  void add_last_sums(const LastSums& from, const LastSums& to) const {
+    const Shape& s = x.s;
+    const int64_t m = s.n[s.L() - 1];
+    add(s.n_L() * s.d * m, from.suffix, to.suffix);
+    add((s.n_0() + 1) * s.d * m, from.right, to.right);
+    add(s.n_L() * s.n_0() * s.d, from.PL, to.PL);
+  }
+
+  // Some rows of matrix_bar are added to, or with `write` written for the first time; `sums`, but for b_L, likewise
+  // with `write_sums`.
+  void last_backward(Group group, RowRange range, Incoming<S, T> out_bar, const T* saved, int64_t stride,
+                     const LastSums& sums, bool write_sums, T* matrix_bar, bool write, Scratch<T> scratch) const {
     const Shape& s = x.s;
     const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L(), d = s.d, m = s.n[L - 1], all = s.e * n_L;
-    const int64_t inner = d * (n_0 + 1), K = 3 * n_L * d, size = row_block_size(all, K, 1);
+    const int64_t inner = d * (n_0 + 1), K = 3 * n_L * d;
+    const int64_t size = even_block_size(range.size(), row_block_size(all, K, 1));
     const Section &S_t = x.at.S[L - 1], &right = x.at.R[L];
     const int64_t nets = group.size(), ld = nets * m;
     T* Y = scratch.take(nets * size * inner);
@@ -592,25 +659,26 @@ struct EquivariantCall {
       transpose<T>(n_L * d, m, own + S_t.offset, S_t.ld, W_transposed + g * n_L * d * m, n_L * d);
       transpose<T>(inner, m, own + right.offset, right.ld, right_transposed + g * inner * m, inner);
     }
-    for (int64_t row = 0; row < all; row += size) {
-      const int64_t rows = std::min(size, all - row);
+    for (int64_t row = range.begin; row < range.end; row += size) {
+      const int64_t rows = std::min(size, range.end - row);
+      const bool sum = !write_sums || row > range.begin;
       const T* matrix = weight_matrix(L) + row * K;
       T* to = matrix_bar + row * K;
       last_left(group, rows, matrix, saved, stride, Y, size * inner);
       for (int64_t g = 0; g < nets; ++g) {
         const int64_t net = group.begin + g;
-        T *grad = grads + g * x.at.grad_size, *own_bar = bar + g * m, *own_Y_bar = Y_bar + g * size * inner;
+        T *own_bar = bar + g * m, *own_Y_bar = Y_bar + g * size * inner;
         for (int64_t r = 0; r < rows; ++r) load_row(out_bar + (net * all + row + r) * m, m, own_bar + r * ld);
-        gemm<T>(n_L * d, m, rows, {matrix, 1, K}, own_bar, ld, grad + S_t.offset, S_t.ld, true);
+        gemm<T>(n_L * d, m, rows, {matrix, 1, K}, own_bar, ld, sums.suffix + g * sums.stride, S_t.ld, sum);
         gemm<T>(rows, inner, m, {own_bar, ld, 1}, right_transposed + g * inner * m, inner, own_Y_bar, inner, false);
-        gemm<T>(inner, m, rows, {Y + g * size * inner, 1, inner}, own_bar, ld, grad + right.offset, right.ld, true);
+        gemm<T>(inner, m, rows, {Y + g * size * inner, 1, inner}, own_bar, ld, sums.right + g * sums.stride, right.ld,
+                sum);
       }
       // P_bar[p, q] += sum_r Phi_2[r, p] Y_bar[r, q], and likewise b_L
-      lane_gemm_each<T>(nets, size * inner, x.at.grad_size, d, n_L, n_0, rows, {matrix + n_L * d, 1, 3 * n_L},
-                        {Y_bar, n_0 + 1, 1}, {grads + x.at.PL, n_0, 1}, true);
-      lane_gemm_each<T>(nets, size * inner, s.readout_columns(), d, n_L, 1, rows, {matrix + 2 * n_L * d, 1, 3 * n_L},
-                        {Y_bar + n_0 * d, n_0 + 1, 1},
-                        {F_bar + group.begin * s.readout_columns() + Features(s).b, 1, 1}, true);
+      lane_gemm_each<T>(nets, size * inner, sums.stride, d, n_L, n_0, rows, {matrix + n_L * d, 1, 3 * n_L},
+                        {Y_bar, n_0 + 1, 1}, {sums.PL, n_0, 1}, sum);
+      lane_gemm_each<T>(nets, size * inner, sums.b_stride, d, n_L, 1, rows, {matrix + 2 * n_L * d, 1, 3 * n_L},
+                        {Y_bar + n_0 * d, n_0 + 1, 1}, {sums.b, 1, 1}, true);
       // Phi_1_bar += bar W^T;  Phi_2_bar[r, p] += sum_q Y_bar[r, q] P[p, q];  Phi_3_bar[r, p] += Y_bar[r, n_0] b[p]
       gemm<T>(rows, n_L * d, ld, {bar, ld, 1}, W_transposed, n_L * d, to, K, !write);
       const T* own = saved + group.begin * stride;
@@ -638,11 +706,11 @@ struct Accumulator {
   std::vector<int64_t> first_offsets;    // of what the first chunk does not sum in the results
   int64_t size = 0, first_size = 0;
 
-  explicit Accumulator(const Shape& s) : s(s) {
+  // Without weight_L where threads divide it by rows.
+  Accumulator(const Shape& s, bool last_by_rows) : s(s) {
+    const int64_t last = last_by_rows ? 0 : s.e * s.n_L() * 3 * s.n_L() * s.d;
     for (int64_t i = 1; i <= s.L(); ++i) {
-      counts.push_back(i == 1       ? s.e * s.n_0() * s.hidden_columns(1)
-                       : i == s.L() ? s.e * s.n_L() * 3 * s.n_L() * s.d
-                                    : s.e * 3 * s.d);
+      counts.push_back(i == 1 ? s.e * s.n_0() * s.hidden_columns(1) : i == s.L() ? last : s.e * 3 * s.d);
       counts.push_back(i < s.L() ? s.e * s.hidden_columns(i) : s.psi_size());
     }
     for (size_t k = 0; k < counts.size(); ++k) {
@@ -682,6 +750,8 @@ void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, c
   const EquivariantCall<S, T> call{{s, at, W, b, psi}, matrices, parallel};
   const LayerOutputs<S, T> out{outputs};
   const int64_t L = s.L(), K = s.readout_columns(), stride = at.size + K, need = call.scratch_size();
+  const int64_t rows = s.e * s.n_L();
+  const bool by_rows = call.last_by_rows();
   const auto chain = [&](int64_t net, int64_t channel, Scratch<T> scratch) {
     chain_forward(call.x, net, channel, true, saved + net * stride, scratch);
   };
@@ -696,18 +766,17 @@ void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, c
     }
     if (i < L)
       call.hidden_forward(group, i, saved, stride, out, scratch);
-    else
-      call.last_forward(group, saved, stride, out.weight(L), scratch);
+    else if (!by_rows)
+      call.last_forward(group, {0, rows}, saved, stride, out.weight(L), scratch);
   };
   if (s.B >= parallel.threads) {
     parallel.split(s.B, [&](int64_t, int64_t begin, int64_t end) {
       Scratch<T> scratch = Scratch<T>::begin(need);
-      for (int64_t first = begin; first < end; first += call.group_size()) {
-        const Group group{first, std::min(end, first + call.group_size())};
+      for_groups(begin, end, call.group_size(), [&](Group group) {
         for (int64_t net = group.begin; net < group.end; ++net)
           for (int64_t channel = 0; channel < s.d; ++channel) chain(net, channel, scratch);
         for (int64_t i = 1; i <= L; ++i) layer(group, i, scratch);
-      }
+      });
     });
   } else {
     parallel.split(s.B * s.d, [&](int64_t, int64_t begin, int64_t end) {
@@ -719,11 +788,13 @@ void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, c
       for (int64_t task = begin; task < end; ++task) layer({task / L, task / L + 1}, task % L + 1, scratch);
     });
   }
-  thread_local std::vector<T> F;
-  F.resize(s.B * K);
-  for (int64_t net = 0; net < s.B; ++net)
-    std::memcpy(F.data() + net * K, saved + net * stride + at.size, K * sizeof(T));
-  readout(s.B, s.e * s.n_L(), K, matrices[2 * L - 1], F.data(), out.bias(L), parallel);
+  parallel.split(rows, [&](int64_t, int64_t begin, int64_t end) {
+    readout_rows(s.B, rows, begin, end, K, matrices[2 * L - 1], saved + at.size, stride, out.bias(L));
+    if (by_rows)
+      for_groups(0, s.B, call.group_size(), [&](Group group) {
+        call.last_forward(group, {begin, end}, saved, stride, out.weight(L), Scratch<T>::begin(need));
+      });
+  });
 }
 
 template <typename S, typename T>
@@ -733,37 +804,59 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
   const Layout at(s, Operation::equivariant);
   const EquivariantCall<S, T> call{{s, at, W, b, psi}, matrices, parallel};
   const LayerGradients<S, T> out_bar{gradients};
-  const Accumulator accumulator(s);
+  const bool by_rows = call.last_by_rows();
+  const Accumulator accumulator(s, by_rows);
   const int64_t L = s.L(), d = s.d, K = s.readout_columns(), stride = at.size + K, rows = s.e * s.n_L();
   const int64_t need = call.scratch_size();
   const bool by_network = s.B >= parallel.threads;
   const int64_t chunks = parallel.chunks(by_network ? s.B : s.B * std::max(L, d));
   const int64_t group_size = by_network ? call.group_size() : 1, slots = by_network ? chunks * group_size : s.B;
+  const int64_t parts = readout_parts(s.B, rows, K, parallel.threads), last_size = call.last_sums_size();
   thread_local std::vector<T> memory;
-  memory.resize(accumulator.memory(chunks) + slots * at.grad_size + 2 * s.B * K + s.B * rows);
+  memory.resize(accumulator.memory(chunks) + slots * at.grad_size + parts * s.B * (K + (by_rows ? last_size : 0)) +
+                s.B * rows);
   T *accumulators = memory.data(), *grads = accumulators + accumulator.memory(chunks);
-  T *F = grads + slots * at.grad_size, *F_bar = F + s.B * K, *bar = F_bar + s.B * K;
+  T *bar = grads + slots * at.grad_size, *F_bar = bar + s.B * rows, *last_bars = F_bar + parts * s.B * K;
 
-  for (int64_t net = 0; net < s.B; ++net) std::memcpy(F + net * K, saved + net * stride + at.size, K * sizeof(T));
+  // The last layer's bias, and by rows its weights too: each part of the rows sums gradients of all networks by itself.
   load_row(out_bar.bias(L), s.B * rows, bar);
-  readout_backward(s.B, rows, K, matrices[2 * L - 1], F, bar, F_bar, matrices_bar[2 * L - 1], parallel);
+  if (!by_rows)
+    readout_backward(s.B, rows, K, matrices[2 * L - 1], saved + at.size, stride, bar, F_bar, matrices_bar[2 * L - 1],
+                     parallel);
+  else
+    parallel.split(rows, [&](int64_t part, int64_t begin, int64_t end) {
+      T *own_F_bar = F_bar + part * s.B * K, *own_bars = last_bars + part * s.B * last_size;
+      readout_rows_backward(s.B, rows, begin, end, 0, K, K, matrices[2 * L - 1], saved + at.size, stride, bar,
+                            own_F_bar, matrices_bar[2 * L - 1]);
+      for_groups(0, s.B, call.group_size(), [&](Group group) {
+        call.last_backward(group, {begin, end}, out_bar.weight(L), saved, stride,
+                           call.last_sums(group.begin, own_bars, own_F_bar), true, matrices_bar[2 * L - 2],
+                           group.begin == 0, Scratch<T>::begin(need));
+      });
+    });
 
   std::vector<Sums<T>> sums(chunks);
-  parallel.run(chunks, [&](int64_t chunk) {
+  const auto clear = [&](int64_t chunk) {
     sums[chunk] = accumulator.of(chunk, accumulators, matrices_bar, psi_bar, !by_network);
-  });
+  };
   const auto layer = [&](Group group, int64_t i, T* group_grads, const Sums<T>& sum, bool write_last,
                          Scratch<T> scratch) {
-    if (i < L)
+    if (i < L) {
       call.hidden_backward(group, i, out_bar, saved, stride, group_grads, sum.matrices[0], sum.matrices[2 * i - 1],
                            scratch);
-    else
-      call.last_backward(group, out_bar.weight(L), saved, stride, group_grads, F_bar, sum.matrices[2 * L - 2],
-                         write_last, scratch);
-    for (int64_t net = group.begin; i == L && net < group.end; ++net) {
-      const T* own = saved + net * stride;
-      features_backward(call.x, own, F_bar + net * K, group_grads + (net - group.begin) * at.grad_size, sum.psi,
-                        scratch);
+      return;
+    }
+    for (int64_t net = group.begin; net < group.end; ++net) sum_parts(parts, s.B, K, net, F_bar);
+    if (!by_rows)
+      call.last_backward(group, {0, rows}, out_bar.weight(L), saved, stride,
+                         call.last_sums_in(group.begin, group_grads, F_bar), false, sum.matrices[2 * L - 2], write_last,
+                         scratch);
+    for (int64_t net = group.begin; net < group.end; ++net) {
+      T* grad = group_grads + (net - group.begin) * at.grad_size;
+      for (int64_t part = 0; by_rows && part < parts; ++part)
+        call.add_last_sums(call.last_sums(net, last_bars + part * s.B * last_size, F_bar),
+                           call.last_sums_in(net, grad, F_bar));
+      features_backward(call.x, saved + net * stride, F_bar + net * K, grad, sum.psi, scratch);
     }
   };
   const auto middle = [&](int64_t net, int64_t i, T* grad, const Sums<T>& sum, Scratch<T> scratch) {
@@ -782,22 +875,23 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
   if (by_network) {
     parallel.split(s.B, [&](int64_t chunk, int64_t begin, int64_t end) {
       Scratch<T> scratch = Scratch<T>::begin(need);
+      clear(chunk);
       const Sums<T>& sum = sums[chunk];
       T* own_grads = grads + chunk * group_size * at.grad_size;
-      for (int64_t first = begin; first < end; first += group_size) {
-        const Group group{first, std::min(end, first + group_size)};
+      for_groups(begin, end, group_size, [&](Group group) {
         std::fill(own_grads, own_grads + group.size() * at.grad_size, T(0));
-        for (int64_t i = 1; i <= L; ++i) layer(group, i, own_grads, sum, first == begin, scratch);
+        for (int64_t i = 1; i <= L; ++i) layer(group, i, own_grads, sum, group.begin == begin, scratch);
         for (int64_t net = group.begin; net < group.end; ++net) {
           T* grad = own_grads + (net - group.begin) * at.grad_size;
           for (int64_t i = 2; i < L; ++i) middle(net, i, grad, sum, scratch);
           connections(net, grad, sum);
           for (int64_t channel = 0; channel < d; ++channel) chain(net, channel, grad, sum, scratch);
         }
-      }
+      });
     });
   } else {
-    std::fill(grads, F, T(0));
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) clear(chunk);
+    std::fill(grads, bar, T(0));
     parallel.split(s.B * L, [&](int64_t chunk, int64_t begin, int64_t end) {
       Scratch<T> scratch = Scratch<T>::begin(need);
       for (int64_t task = begin; task < end; ++task) {
@@ -814,13 +908,14 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
     });
   }
 
-  // Sum over chunks, in their order; each thread takes a share of every array.
-  parallel.split(parallel.threads, [&](int64_t, int64_t begin, int64_t end) {
+  // Sum over chunks, in their order; each thread takes a share of every array, unless they are small.
+  const int64_t shares = accumulator.size > (1 << 15) ? parallel.threads : 1;
+  parallel.split(shares, [&](int64_t, int64_t begin, int64_t end) {
     for (int64_t k = 0; k < 2 * L; ++k) {
       const auto at_k = [&](int64_t chunk) { return k == 2 * L - 1 ? sums[chunk].psi : sums[chunk].matrices[k]; };
       const int64_t count = accumulator.counts[k], lines = (count + 15) / 16;
-      const int64_t first = lines * begin / parallel.threads * 16;
-      const int64_t last = std::min(count, lines * end / parallel.threads * 16);
+      const int64_t first = lines * begin / shares * 16;
+      const int64_t last = std::min(count, lines * end / shares * 16);
       for (int64_t chunk = 1; first < last && chunk < chunks; ++chunk)
         add(last - first, at_k(chunk) + first, at_k(0) + first);
     }

@@ -18,18 +18,14 @@ void invariant_forward(const Shape& s, const S* const* W, const S* const* b, con
     for (int64_t task = begin; task < end; ++task)
       chain_forward(x, task / s.d, task % s.d, false, saved + task / s.d * stride, scratch);
   });
-  thread_local std::vector<T> memory;
-  memory.resize(s.B * K);
-  T* F = memory.data();
   parallel.split(s.B, [&](int64_t, int64_t begin, int64_t end) {
     for (int64_t net = begin; net < end; ++net) {
       T* own = saved + net * stride;
       connect(x, s.L(), own, own + at.G0[s.L()]);
       features(x, own);
-      std::memcpy(F + net * K, own + at.size, K * sizeof(T));
     }
   });
-  readout(s.B, s.e, K, matrix, F, Destination<S, T>{out, nullptr, Activation::none}, parallel);
+  readout(s.B, s.e, K, matrix, saved + at.size, stride, Destination<S, T>{out, nullptr, Activation::none}, parallel);
 }
 
 template <typename S, typename T>
@@ -43,11 +39,11 @@ void invariant_backward(const Shape& s, const S* out_bar, const S* const* W, con
   thread_local std::vector<T> memory;
   // Gradients of the features reach the chains through what the layout has from A_L on, `tail` numbers a network.
   const int64_t first = at.A[s.L()].offset, tail = at.size - first;
-  memory.resize(s.B * (2 * K + s.e + tail));
-  T *F = memory.data(), *F_bar = F + s.B * K, *bar = F_bar + s.B * K, *tails = bar + s.B * s.e;
-  for (int64_t net = 0; net < s.B; ++net) std::memcpy(F + net * K, saved + net * stride + at.size, K * sizeof(T));
+  const int64_t parts = readout_parts(s.B, s.e, K, parallel.threads);
+  memory.resize(s.B * (parts * K + s.e + tail));
+  T *F_bar = memory.data(), *bar = F_bar + parts * s.B * K, *tails = bar + s.B * s.e;
   load_row(out_bar, s.B * s.e, bar);
-  readout_backward(s.B, s.e, K, matrix, F, bar, F_bar, matrix_bar, parallel);
+  readout_backward(s.B, s.e, K, matrix, saved + at.size, stride, bar, F_bar, matrix_bar, parallel);
   std::fill(psi_bar, psi_bar + s.psi_size(), T(0));
   {
     Scratch<T> scratch = Scratch<T>::begin(need);
@@ -55,7 +51,7 @@ void invariant_backward(const Shape& s, const S* out_bar, const S* const* W, con
     for (int64_t net = 0; net < s.B; ++net) {
       const T* own = saved + net * stride;
       std::fill(grad + first, grad + at.size, T(0));
-      features_backward(x, own, F_bar + net * K, grad, psi_bar, scratch);
+      features_backward(x, own, sum_parts(parts, s.B, K, net, F_bar), grad, psi_bar, scratch);
       connect_backward(x, s.L(), own, grad, psi_bar);
       std::memcpy(tails + net * tail, grad + first, tail * sizeof(T));
     }

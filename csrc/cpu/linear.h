@@ -227,7 +227,7 @@ void linear_forward(const LinearShape& s, const S* const* W, const S* const* b, 
       call.forward(Piece(s, task % pieces), task / pieces, packed + at[task % pieces], out, Scratch<T>::begin(need));
   });
   for (int64_t net = 0; net < s.B; ++net) call.last_features(net, F + net * K);
-  readout(s.B, s.e * s.n.back(), K, matrices[2 * s.L() - 1], F, out.bias(s.L()), parallel);
+  readout(s.B, s.e * s.n.back(), K, matrices[2 * s.L() - 1], F, K, out.bias(s.L()), parallel);
 }
 
 // W_bar and b_bar may be null where nobody asks for them.
@@ -241,9 +241,10 @@ void linear_backward(const LinearShape& s, const OutputGradients<S>& gradients, 
   const int64_t L = s.L(), n_L = s.n.back(), pieces = Piece::count(s), K = n_L * s.d + 1, rows = s.e * n_L;
   const int64_t need = call.scratch_size(), chunks = parallel.chunks(s.B * pieces), size = at.back();
   thread_local std::vector<T> memory;
-  memory.resize((2 + chunks) * size + s.B * (2 * K + rows));
+  const int64_t parts = readout_parts(s.B, rows, K, parallel.threads);
+  memory.resize((2 + chunks) * size + s.B * ((1 + parts) * K + rows));
   T *packed = memory.data(), *transposed = packed + size, *sums = transposed + size;
-  T *F = sums + chunks * size, *F_bar = F + s.B * K, *bar = F_bar + s.B * K;
+  T *F = sums + chunks * size, *bar = F + s.B * K, *F_bar = bar + s.B * rows;
   call.for_matrices([&](int64_t matrix, int64_t offset, int64_t count) {
     std::memcpy(packed + offset, matrices[matrix], count * sizeof(T));
   });
@@ -266,12 +267,14 @@ void linear_backward(const LinearShape& s, const OutputGradients<S>& gradients, 
 
   for (int64_t net = 0; net < s.B; ++net) call.last_features(net, F + net * K);
   load_row(out_bar.bias(L), s.B * rows, bar);
-  readout_backward(s.B, rows, K, matrices[2 * L - 1], F, bar, F_bar, matrices_bar[2 * L - 1], parallel);
+  readout_backward(s.B, rows, K, matrices[2 * L - 1], F, K, bar, F_bar, matrices_bar[2 * L - 1], parallel);
   if (!b_bar) return;
-  for (int64_t net = 0; net < s.B; ++net)
+  for (int64_t net = 0; net < s.B; ++net) {
+    const T* own = sum_parts(parts, s.B, K, net, F_bar);
     for (int64_t p = 0; p < n_L; ++p)
       for (int64_t channel = 0; channel < s.d; ++channel)
-        store_one(F_bar[net * K + p * s.d + channel], b_bar[L - 1][(net * s.d + channel) * n_L + p]);
+        store_one(own[p * s.d + channel], b_bar[L - 1][(net * s.d + channel) * n_L + p]);
+  }
 }
 
 }  // namespace MAGEP_ISA

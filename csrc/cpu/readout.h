@@ -124,48 +124,74 @@ void features_backward(const Network<S, T>& x, const T* saved, const T* F_bar, T
   }
 }
 
-// out[net, r] = sum_k matrix[r, k] F[net, k]
+// A readout of fewer numbers than this is not worth a second thread.
+constexpr int64_t kSmallReadout = 1 << 14;
+
+// How many parts the rows of a readout's matrix are divided into, so that gradients of the features, which each part
+// sums in memory of its own, take no more than the matrix in all.
+inline int64_t readout_parts(int64_t B, int64_t rows, int64_t K, int64_t threads) {
+  return rows * K < kSmallReadout ? 1 : std::max<int64_t>(1, std::min(threads, rows / std::max<int64_t>(16, B)));
+}
+
+// out[net, r] = sum_k matrix[r, k] F[net, k] for some of the rows r; features of networks are ld numbers apart.
 template <typename S, typename T>
-void readout(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, Destination<S, T> out,
+void readout_rows(int64_t B, int64_t rows, int64_t begin, int64_t end, int64_t K, const T* matrix, const T* F,
+                  int64_t ld, Destination<S, T> out) {
+  const int64_t count = end - begin;
+  Scratch<T> scratch = Scratch<T>::begin(B * count + 16);
+  T* sums = scratch.take(B * count);
+  gemm_dot<T>(B, count, K, F, ld, matrix + begin * K, K, sums, count, false);
+  for (int64_t net = 0; net < B; ++net) (out + (net * rows + begin)).store(sums + net * count, count);
+}
+
+// F_bar[net, k] = sum_r bar[net, r] matrix[r, k] over some of the rows r;  matrix_bar[r, k] = sum_net bar[net, r]
+// F[net, k] in `columns` columns k from `first` on.
+template <typename T>
+void readout_rows_backward(int64_t B, int64_t rows, int64_t begin, int64_t end, int64_t first, int64_t columns,
+                           int64_t K, const T* matrix, const T* F, int64_t ld, const T* bar, T* F_bar, T* matrix_bar) {
+  // Blocks that keep both matrices read and written in order.
+  constexpr int64_t kStrip = 512, kRows = 16;
+  for (int64_t k = first; k < first + columns; k += kStrip) {
+    const int64_t count = std::min(kStrip, first + columns - k);
+    for (int64_t r = begin; r < end; r += kRows) {
+      const int64_t some = std::min(kRows, end - r);
+      gemm<T>(B, count, some, {bar + r, rows, 1}, matrix + r * K + k, K, F_bar + k, K, r > begin);
+      gemm<T>(some, count, B, {bar + r, 1, rows}, F + k, ld, matrix_bar + r * K + k, K, false);
+    }
+  }
+}
+
+// Both for all rows. A thread takes the same rows forward and backward, and finds them in its own cache.
+template <typename S, typename T>
+void readout(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, int64_t ld, Destination<S, T> out,
              const Parallel& parallel) {
-  thread_local std::vector<T> memory;
-  memory.resize(B * rows);
-  T* sums = memory.data();
-  parallel.split(rows, [&](int64_t, int64_t begin, int64_t end) {
-    gemm_dot<T>(B, end - begin, K, F, K, matrix + begin * K, K, sums + begin, rows, false);
-    for (int64_t net = 0; net < B; ++net) (out + (net * rows + begin)).store(sums + net * rows + begin, end - begin);
+  parallel.split(
+      rows, [&](int64_t, int64_t begin, int64_t end) { readout_rows(B, rows, begin, end, K, matrix, F, ld, out); });
+}
+
+// F_bar: [readout_parts][B][K], still to be summed over the parts by `sum_parts`. Where there are fewer parts than
+// threads, threads divide the columns.
+template <typename T>
+void readout_backward(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, int64_t ld, const T* bar,
+                      T* F_bar, T* matrix_bar, const Parallel& parallel) {
+  const int64_t parts = readout_parts(B, rows, K, parallel.threads);
+  const int64_t strips = rows * K < kSmallReadout ? 1 : (parallel.threads + parts - 1) / parts;
+  parallel.split(parts * strips, [&](int64_t, int64_t first, int64_t last) {
+    for (int64_t task = first; task < last; ++task) {
+      const int64_t part = task / strips, strip = task % strips, lines = (K + 15) / 16;
+      const int64_t k = lines * strip / strips * 16, end = std::min(K, lines * (strip + 1) / strips * 16);
+      readout_rows_backward(B, rows, rows * part / parts, rows * (part + 1) / parts, k, std::max<int64_t>(0, end - k),
+                            K, matrix, F, ld, bar, F_bar + part * B * K, matrix_bar);
+    }
   });
 }
 
-// F_bar[net, k] = sum_r bar[net, r] matrix[r, k];  matrix_bar[r, k] = sum_net bar[net, r] F[net, k].
+// The gradients of the features of one network, in the first part.
 template <typename T>
-void readout_backward(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, const T* bar, T* F_bar,
-                      T* matrix_bar, const Parallel& parallel) {
-  // By rows, as in `readout`: a core then finds the rows of the matrix in its own cache. Each part of the rows sums
-  // F_bar in memory of its own, the first in place; all parts together take no more than the matrix. Where rows are few
-  // for that, threads divide strips of columns, which keep the matrix read and written in order in any case.
-  constexpr int64_t kStrip = 512, kRows = 16;
-  const int64_t parts = std::max<int64_t>(1, std::min(parallel.threads, rows / std::max(kRows, B)));
-  const int64_t strips = (K + kStrip - 1) / kStrip, size = B * K;
-  thread_local std::vector<T> memory;
-  if (static_cast<int64_t>(memory.size()) < (parts - 1) * size) memory.resize((parts - 1) * size);
-  T* others = memory.data();
-  parallel.split(parts * strips, [&](int64_t, int64_t first, int64_t last) {
-    for (int64_t task = first; task < last; ++task) {
-      const int64_t part = task / strips, k = task % strips * kStrip, count = std::min(kStrip, K - k);
-      const int64_t begin = rows * part / parts, end = rows * (part + 1) / parts;
-      T* sum = (part == 0 ? F_bar : others + (part - 1) * size) + k;
-      for (int64_t r = begin; r < end; r += kRows) {
-        const int64_t some = std::min(kRows, end - r);
-        gemm<T>(B, count, some, {bar + r, rows, 1}, matrix + r * K + k, K, sum, K, r > begin);
-        gemm<T>(some, count, B, {bar + r, 1, rows}, F + k, K, matrix_bar + r * K + k, K, false);
-      }
-    }
-  });
-  if (parts > 1)
-    parallel.split(size, [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t part = 1; part < parts; ++part) add(end - begin, others + (part - 1) * size + begin, F_bar + begin);
-    });
+T* sum_parts(int64_t parts, int64_t B, int64_t K, int64_t net, T* F_bar) {
+  T* sum = F_bar + net * K;
+  for (int64_t part = 1; part < parts; ++part) add(K, sum + part * B * K, sum);
+  return sum;
 }
 
 }  // namespace MAGEP_ISA
