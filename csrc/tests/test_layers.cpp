@@ -155,6 +155,9 @@ void run_tests() {
       {2, 3, 2, {2, 3, 4, 5, 2}, true},
       {3, 2, 3, {2, 3, 4, 1}, true},
       {2, 2, 3, {2, 3, 2}, true},
+      // Three threads divide the last layer by rows, networks in one group and in two.
+      {2, 4, 12, {2, 3, 3, 6}},
+      {9, 4, 14, {2, 3, 3, 6}, true},
   };
   for (const Shape& s : shapes) {
     test_layer(s, false, Activation::none);
