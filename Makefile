@@ -38,8 +38,9 @@ $(STAMP): $(NATIVE) $(VENV)/.requirements
 	PATH="$(CURDIR)/$(BIN):$$PATH" CMAKE_ARGS="-DMAGEP_WERROR=ON" $(BIN)/pip install --quiet --no-build-isolation --editable ".[test,bench,data,dev,triton,docs]"
 	touch $@
 
-# One process per core, each with one thread but where a test sets more: two OpenMP teams on the same cores crawl.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
+# One process per core, each with one thread but where a test sets more: two OpenMP teams on the same cores crawl, and less
+# so if threads sleep while they wait.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
 
 # Tracing makes Python slower by half and more, so only the tests that reach most of magep_fast/ between them are traced.
 # Lines that none of them runs are listed; fewer than 90 % is a failure.

@@ -1,3 +1,4 @@
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,17 @@ def random_features(space, channels=2, batch_size=2, dtype=torch.float64):
 def tensors_of(output):
     """The tensors of a layer's output, be it features or a tensor of invariants."""
     return output.tensors() if isinstance(output, WeightFeatures) else (output,)
+
+
+@contextmanager
+def threads(count):
+    """Torch's, for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def assert_same(found, expected, tolerance=0.0):

@@ -1,4 +1,3 @@
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 
@@ -23,6 +22,7 @@ from tests.helpers import (
     assert_second_derivatives_are_those_of_torch_ops,
     random_features,
     tensors_of,
+    threads,
 )
 
 if missing_library() is not None:
@@ -38,16 +38,6 @@ AROUND_VECTORS = (7, 8, 9, 15, 16, 17, 31, 33)
 def on_cpu_kernels(clean_state):
     with use_backend("cpu"):
         yield
-
-
-@contextmanager
-def threads(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def make_case(widths, batch_size=3, in_channels=4, out_channels=5, activation=None):
@@ -404,6 +394,37 @@ def test_memory_of_earlier_calls_does_not_matter(kind):
         derivatives(layer, features.map(lambda x: x * torch.nan), seeds)
         found = derivatives(layer, features, seeds)
         assert max(errors(found, exact_derivatives(layer, features, seeds))) <= 1e-10
+
+
+def divided_by_rows(batch_size, activation=None):
+    """Networks of the CNN zoo, for which two threads divide the last layer by the rows of its matrices."""
+    return make_case((1, 16, 16, 16, 10), batch_size, 20, 20, activation)
+
+
+@ACTIVATIONS
+@pytest.mark.parametrize("batch_size", [1, 2, 9])
+def test_last_layer_divided_by_rows(activation, batch_size, uninitialised_memory_is_nan):
+    case = divided_by_rows(batch_size, activation)
+    layer, features = case.layer(MagepEquivariant), case.features()
+    seeds = seeds_for(layer, features)
+    with threads(2):
+        derivatives(layer, features.map(lambda x: x * torch.nan), seeds)
+        found, again = (derivatives(layer, features, seeds) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+    assert max(errors(found, exact_derivatives(layer, features, seeds))) <= 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_last_layer_divided_by_rows_in_low_precision(dtype):
+    case = divided_by_rows(4)
+    layer, features = case.layer(MagepEquivariant, dtype), case.features(dtype)
+    seeds = seeds_for(layer, features)
+    whole = derivatives(layer, features, seeds)
+    with threads(2):
+        found = derivatives(layer, features, seeds)
+    exact = exact_derivatives(layer, features, seeds)
+    for error, limit in zip(errors(found, exact), errors(whole, exact), strict=True):
+        assert error <= 2 * limit + torch.finfo(dtype).eps
 
 
 SPACE = WeightSpace((2, 5, 4, 3))

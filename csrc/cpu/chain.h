@@ -13,6 +13,13 @@
 namespace magep {
 namespace MAGEP_ISA {
 
+// At least `count` numbers of a vector that is kept between calls. It never shrinks: growing back clears what is new.
+template <typename T>
+inline T* at_least(int64_t count, std::vector<T>& memory) {
+  if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
+  return memory.data();
+}
+
 // Memory of one thread, kept between calls: taking a slice costs nothing, growing happens before the work starts.
 template <typename T>
 class Scratch {
@@ -21,8 +28,7 @@ class Scratch {
   static Scratch begin(int64_t count) {
     constexpr int64_t kLine = 64 / sizeof(T);
     thread_local std::vector<T> memory;
-    if (static_cast<int64_t>(memory.size()) < count + kLine) memory.resize(count + kLine);
-    T* first = memory.data();
+    T* first = at_least(count + kLine, memory);
     return Scratch(first + (kLine - reinterpret_cast<uintptr_t>(first) / sizeof(T) % kLine) % kLine, count);
   }
   T* take(int64_t count) {

@@ -23,23 +23,13 @@ struct Tile {
   int64_t ld() const { return (size() + 31) / 32 * 32 + 16; }
 };
 
-// Networks begin ... end - 1, which a thread takes through the layers together.
-struct Group {
-  int64_t begin, end;
-  int64_t size() const { return end - begin; }
-};
-
-// Calls body(group) for the networks begin ... end - 1, up to `size` at a time.
+// Calls body(group) for the networks of a range, up to `size` at a time: a thread takes those of a group through the
+// layers together.
 template <typename Body>
-void for_groups(int64_t begin, int64_t end, int64_t size, Body&& body) {
-  for (int64_t first = begin; first < end; first += size) body(Group{first, std::min(end, first + size)});
+void for_groups(Range networks, int64_t size, Body&& body) {
+  for (int64_t first = networks.begin; first < networks.end; first += size)
+    body(Range{first, std::min(networks.end, first + size)});
 }
-
-// Rows begin ... end - 1 of the last layer's matrices.
-struct RowRange {
-  int64_t begin, end;
-  int64_t size() const { return end - begin; }
-};
 
 template <typename S, typename T>
 struct EquivariantCall {
@@ -100,7 +90,7 @@ struct EquivariantCall {
   }
 
   // Gradients of some rows of coefficients, [net][r][c, d], of all networks of a group, to those of the matrix.
-  void coefficients_backward(Group group, int64_t i, int64_t rows, const T* bar, int64_t bar_stride, const T* G,
+  void coefficients_backward(Range group, int64_t i, int64_t rows, const T* bar, int64_t bar_stride, const T* G,
                              T* phi_bar) const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), d = s.d, K = s.hidden_columns(i), c = s.columns(i);
@@ -151,7 +141,7 @@ struct EquivariantCall {
   }
 
   // G0_i of the networks of a group.
-  T* connected(Group group, int64_t i, const T* saved, int64_t stride, Scratch<T>& scratch) const {
+  T* connected(Range group, int64_t i, const T* saved, int64_t stride, Scratch<T>& scratch) const {
     const int64_t size = s().connected_size();
     T* G = scratch.take(group.size() * size);
     for (int64_t net = group.begin; net < group.end; ++net)
@@ -159,7 +149,7 @@ struct EquivariantCall {
     return G;
   }
 
-  void hidden_forward(Group group, int64_t i, const T* saved, int64_t stride, const LayerOutputs<S, T>& out,
+  void hidden_forward(Range group, int64_t i, const T* saved, int64_t stride, const LayerOutputs<S, T>& out,
                       Scratch<T> scratch) const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), n = s.n[i], inner = s.columns(i) * s.d, K = s.hidden_columns(i);
@@ -192,7 +182,7 @@ struct EquivariantCall {
   }
 
   // grads: [networks of the group][layout.grad_size].
-  void hidden_backward(Group group, int64_t i, const LayerGradients<S, T>& out_bar, const T* saved, int64_t stride,
+  void hidden_backward(Range group, int64_t i, const LayerGradients<S, T>& out_bar, const T* saved, int64_t stride,
                        T* grads, T* weight_matrix_bar, T* bias_matrix_bar, Scratch<T> scratch) const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), n = s.n[i], inner = s.columns(i) * s.d, K = s.hidden_columns(i);
@@ -559,7 +549,7 @@ struct EquivariantCall {
   // --- the last layer: E(W)_L = Phi_1 W_L + Y [Psi; psi] W_L with Y = [Phi_2 P_L | Phi_3 b_L], from the small side ---
 
   // Y = [Phi_2 P_L | Phi_3 b_L] of a group for some rows of the matrix, [row][q][d] of each network.
-  void last_left(Group group, int64_t rows, const T* matrix, const T* saved, int64_t stride, T* Y,
+  void last_left(Range group, int64_t rows, const T* matrix, const T* saved, int64_t stride, T* Y,
                  int64_t Y_stride) const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), n_L = s.n_L(), d = s.d;
@@ -572,17 +562,19 @@ struct EquivariantCall {
   // b_L with channels innermost, [p][d]: a block of the network's features, which follow `saved` in memory.
   const T* last_bias(const T* saved) const { return saved + x.at.size + Features(s()).b; }
 
-  // Whether threads divide the last layer by the rows of its matrix instead of by networks: where the matrix has more
-  // numbers than all networks bring to it, each thread then reads and sums only its own rows, and what they add to the
-  // gradients of every network is the smaller part.
-  bool last_by_rows() const {
+  // Into how many parts threads divide the last layer by the rows of its matrices, or 0 where they divide it by
+  // networks. By rows, each thread reads, and sums the gradients of, its own rows only, but adds to the gradients of
+  // all networks: worth it where those of all parts take less memory than sums of the whole matrix for all threads but
+  // the first.
+  int64_t last_row_parts() const {
     const Shape& s = x.s;
-    const int64_t L = s.L(), n_L = s.n_L(), threads = parallel.threads;
-    return threads > 1 && readout_parts(s.B, s.e * n_L, s.readout_columns(), threads) == threads &&
-           s.B * (n_L + s.n_0() + 1) * s.n[L - 1] < 3 * s.e * n_L * n_L;
+    const int64_t parts = readout_parts(s.B, s.e * s.n_L(), s.readout_columns(), parallel.threads);
+    const bool by_rows =
+        s.B > 0 && parts > 1 && parts * s.B * last_sums_size() < (parts - 1) * 3 * s.e * s.n_L() * s.n_L() * s.d;
+    return by_rows ? parts : 0;
   }
 
-  void last_forward(Group group, RowRange range, const T* saved, int64_t stride, Destination<S, T> W_out,
+  void last_forward(Range group, Range range, const T* saved, int64_t stride, Destination<S, T> W_out,
                     Scratch<T> scratch) const {
     const Shape& s = x.s;
     const int64_t L = s.L(), n_L = s.n_L(), d = s.d, m = s.n[L - 1], all = s.e * n_L, inner = d * (s.n_0() + 1);
@@ -603,33 +595,27 @@ struct EquivariantCall {
     }
   }
 
-  // What the last layer's weights add to the gradients of a network: of S_(L-1), R_L, P_L and b_L, where those of the
-  // first network of a group are and how far apart those of the next are.
+  // Where the last layer's weights add to the gradients of S_(L-1), R_L and P_L of a network; those of the next one are
+  // `stride` numbers further.
   struct LastSums {
-    T *suffix, *right, *PL, *b;
-    int64_t stride, b_stride;
+    T *suffix, *right, *PL;
+    int64_t stride;
   };
   int64_t last_sums_size() const {
     const Shape& s = x.s;
     return s.d * ((s.n_L() + s.n_0() + 1) * s.n[s.L() - 1] + s.n_L() * s.n_0());
   }
-  // In an array [B][last_sums_size], b_L within gradients of features [B][K].
-  LastSums last_sums(int64_t net, T* memory, T* F_bar) const {
+  // In memory of their own, [net][last_sums_size].
+  LastSums last_sums(int64_t net, T* memory) const {
     const Shape& s = x.s;
-    const int64_t size = last_sums_size(), S_size = s.n_L() * s.d * s.n[s.L() - 1];
-    T* own = memory + net * size;
-    return {own,
-            own + S_size,
-            own + size - s.n_L() * s.n_0() * s.d,
-            F_bar + net * s.readout_columns() + Features(s).b,
-            size,
-            s.readout_columns()};
+    const int64_t size = last_sums_size(), m = s.n[s.L() - 1];
+    T *suffix = memory + net * size, *right = suffix + s.n_L() * s.d * m;
+    return {suffix, right, right + (s.n_0() + 1) * s.d * m, size};
   }
   // Within the gradients of everything kept, [net][layout.grad_size].
-  LastSums last_sums_in(int64_t net, T* grads, T* F_bar) const {
-    const int64_t L = s().L(), K = s().readout_columns();
-    return {grads + x.at.S[L - 1].offset,      grads + x.at.R[L].offset, grads + x.at.PL,
-            F_bar + net * K + Features(s()).b, x.at.grad_size,           K};
+  LastSums last_sums_in(T* grads) const {
+    const int64_t L = s().L();
+    return {grads + x.at.S[L - 1].offset, grads + x.at.R[L].offset, grads + x.at.PL, x.at.grad_size};
   }
   void add_last_sums(const LastSums& from, const LastSums& to) const {
     const Shape& s = x.s;
@@ -639,10 +625,11 @@ struct EquivariantCall {
     add(s.n_L() * s.n_0() * s.d, from.PL, to.PL);
   }
 
-  // Some rows of matrix_bar are added to, or with `write` written for the first time; `sums`, but for b_L, likewise
-  // with `write_sums`.
-  void last_backward(Group group, RowRange range, Incoming<S, T> out_bar, const T* saved, int64_t stride,
-                     const LastSums& sums, bool write_sums, T* matrix_bar, bool write, Scratch<T> scratch) const {
+  // Some rows of matrix_bar are added to, or with `write` written for the first time; `sums` likewise with
+  // `write_sums`. What is added to the gradient of b_L is added to those of the features of the group, F_bar.
+  void last_backward(Range group, Range range, Incoming<S, T> out_bar, const T* saved, int64_t stride,
+                     const LastSums& sums, bool write_sums, T* F_bar, T* matrix_bar, bool write,
+                     Scratch<T> scratch) const {
     const Shape& s = x.s;
     const int64_t L = s.L(), n_0 = s.n_0(), n_L = s.n_L(), d = s.d, m = s.n[L - 1], all = s.e * n_L;
     const int64_t inner = d * (n_0 + 1), K = 3 * n_L * d;
@@ -677,8 +664,8 @@ struct EquivariantCall {
       // P_bar[p, q] += sum_r Phi_2[r, p] Y_bar[r, q], and likewise b_L
       lane_gemm_each<T>(nets, size * inner, sums.stride, d, n_L, n_0, rows, {matrix + n_L * d, 1, 3 * n_L},
                         {Y_bar, n_0 + 1, 1}, {sums.PL, n_0, 1}, sum);
-      lane_gemm_each<T>(nets, size * inner, sums.b_stride, d, n_L, 1, rows, {matrix + 2 * n_L * d, 1, 3 * n_L},
-                        {Y_bar + n_0 * d, n_0 + 1, 1}, {sums.b, 1, 1}, true);
+      lane_gemm_each<T>(nets, size * inner, s.readout_columns(), d, n_L, 1, rows, {matrix + 2 * n_L * d, 1, 3 * n_L},
+                        {Y_bar + n_0 * d, n_0 + 1, 1}, {F_bar + Features(s).b, 1, 1}, true);
       // Phi_1_bar += bar W^T;  Phi_2_bar[r, p] += sum_q Y_bar[r, q] P[p, q];  Phi_3_bar[r, p] += Y_bar[r, n_0] b[p]
       gemm<T>(rows, n_L * d, ld, {bar, ld, 1}, W_transposed, n_L * d, to, K, !write);
       const T* own = saved + group.begin * stride;
@@ -751,11 +738,11 @@ void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, c
   const LayerOutputs<S, T> out{outputs};
   const int64_t L = s.L(), K = s.readout_columns(), stride = at.size + K, need = call.scratch_size();
   const int64_t rows = s.e * s.n_L();
-  const bool by_rows = call.last_by_rows();
+  const int64_t row_parts = call.last_row_parts();
   const auto chain = [&](int64_t net, int64_t channel, Scratch<T> scratch) {
     chain_forward(call.x, net, channel, true, saved + net * stride, scratch);
   };
-  const auto layer = [&](Group group, int64_t i, Scratch<T> scratch) {
+  const auto layer = [&](Range group, int64_t i, Scratch<T> scratch) {
     for (int64_t net = group.begin; net < group.end; ++net) {
       T* own = saved + net * stride;
       if (i == L) {
@@ -766,13 +753,13 @@ void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, c
     }
     if (i < L)
       call.hidden_forward(group, i, saved, stride, out, scratch);
-    else if (!by_rows)
+    else if (row_parts == 0)
       call.last_forward(group, {0, rows}, saved, stride, out.weight(L), scratch);
   };
   if (s.B >= parallel.threads) {
     parallel.split(s.B, [&](int64_t, int64_t begin, int64_t end) {
       Scratch<T> scratch = Scratch<T>::begin(need);
-      for_groups(begin, end, call.group_size(), [&](Group group) {
+      for_groups({begin, end}, call.group_size(), [&](Range group) {
         for (int64_t net = group.begin; net < group.end; ++net)
           for (int64_t channel = 0; channel < s.d; ++channel) chain(net, channel, scratch);
         for (int64_t i = 1; i <= L; ++i) layer(group, i, scratch);
@@ -788,12 +775,14 @@ void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, c
       for (int64_t task = begin; task < end; ++task) layer({task / L, task / L + 1}, task % L + 1, scratch);
     });
   }
-  parallel.split(rows, [&](int64_t, int64_t begin, int64_t end) {
-    readout_rows(s.B, rows, begin, end, K, matrices[2 * L - 1], saved + at.size, stride, out.bias(L));
-    if (by_rows)
-      for_groups(0, s.B, call.group_size(), [&](Group group) {
-        call.last_forward(group, {begin, end}, saved, stride, out.weight(L), Scratch<T>::begin(need));
-      });
+  const T *readout_matrix = matrices[2 * L - 1], *F = saved + at.size;
+  if (row_parts == 0) return readout(s.B, rows, K, readout_matrix, F, stride, out.bias(L), parallel);
+  parallel.run(row_parts, [&](int64_t part) {
+    const Range range = Range::part(rows, part, row_parts);
+    readout_rows(s.B, rows, range, K, readout_matrix, F, stride, out.bias(L));
+    for_groups({0, s.B}, call.group_size(), [&](Range group) {
+      call.last_forward(group, range, saved, stride, out.weight(L), Scratch<T>::begin(need));
+    });
   });
 }
 
@@ -804,8 +793,8 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
   const Layout at(s, Operation::equivariant);
   const EquivariantCall<S, T> call{{s, at, W, b, psi}, matrices, parallel};
   const LayerGradients<S, T> out_bar{gradients};
-  const bool by_rows = call.last_by_rows();
-  const Accumulator accumulator(s, by_rows);
+  const int64_t row_parts = call.last_row_parts();
+  const Accumulator accumulator(s, row_parts > 0);
   const int64_t L = s.L(), d = s.d, K = s.readout_columns(), stride = at.size + K, rows = s.e * s.n_L();
   const int64_t need = call.scratch_size();
   const bool by_network = s.B >= parallel.threads;
@@ -813,25 +802,25 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
   const int64_t group_size = by_network ? call.group_size() : 1, slots = by_network ? chunks * group_size : s.B;
   const int64_t parts = readout_parts(s.B, rows, K, parallel.threads), last_size = call.last_sums_size();
   thread_local std::vector<T> memory;
-  memory.resize(accumulator.memory(chunks) + slots * at.grad_size + parts * s.B * (K + (by_rows ? last_size : 0)) +
-                s.B * rows);
-  T *accumulators = memory.data(), *grads = accumulators + accumulator.memory(chunks);
-  T *bar = grads + slots * at.grad_size, *F_bar = bar + s.B * rows, *last_bars = F_bar + parts * s.B * K;
+  T* accumulators = at_least(
+      accumulator.memory(chunks) + slots * at.grad_size + s.B * (rows + parts * K + row_parts * last_size), memory);
+  T *grads = accumulators + accumulator.memory(chunks), *bar = grads + slots * at.grad_size;
+  T *F_bar = bar + s.B * rows, *last_bars = F_bar + parts * s.B * K;
 
   // The last layer's bias, and by rows its weights too: each part of the rows sums gradients of all networks by itself.
   load_row(out_bar.bias(L), s.B * rows, bar);
-  if (!by_rows)
-    readout_backward(s.B, rows, K, matrices[2 * L - 1], saved + at.size, stride, bar, F_bar, matrices_bar[2 * L - 1],
-                     parallel);
+  const T *readout_matrix = matrices[2 * L - 1], *F = saved + at.size;
+  T *readout_bar = matrices_bar[2 * L - 1], *weight_L_bar = matrices_bar[2 * L - 2];
+  if (row_parts == 0)
+    readout_backward(s.B, rows, K, readout_matrix, F, stride, bar, F_bar, readout_bar, parallel);
   else
-    parallel.split(rows, [&](int64_t part, int64_t begin, int64_t end) {
+    parallel.run(row_parts, [&](int64_t part) {
+      const Range range = Range::part(rows, part, row_parts);
       T *own_F_bar = F_bar + part * s.B * K, *own_bars = last_bars + part * s.B * last_size;
-      readout_rows_backward(s.B, rows, begin, end, 0, K, K, matrices[2 * L - 1], saved + at.size, stride, bar,
-                            own_F_bar, matrices_bar[2 * L - 1]);
-      for_groups(0, s.B, call.group_size(), [&](Group group) {
-        call.last_backward(group, {begin, end}, out_bar.weight(L), saved, stride,
-                           call.last_sums(group.begin, own_bars, own_F_bar), true, matrices_bar[2 * L - 2],
-                           group.begin == 0, Scratch<T>::begin(need));
+      readout_rows_backward(s.B, rows, range, {0, K}, K, readout_matrix, F, stride, bar, own_F_bar, readout_bar);
+      for_groups({0, s.B}, call.group_size(), [&](Range group) {
+        call.last_backward(group, range, out_bar.weight(L), saved, stride, call.last_sums(group.begin, own_bars), true,
+                           own_F_bar + group.begin * K, weight_L_bar, group.begin == 0, Scratch<T>::begin(need));
       });
     });
 
@@ -839,7 +828,7 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
   const auto clear = [&](int64_t chunk) {
     sums[chunk] = accumulator.of(chunk, accumulators, matrices_bar, psi_bar, !by_network);
   };
-  const auto layer = [&](Group group, int64_t i, T* group_grads, const Sums<T>& sum, bool write_last,
+  const auto layer = [&](Range group, int64_t i, T* group_grads, const Sums<T>& sum, bool write_last,
                          Scratch<T> scratch) {
     if (i < L) {
       call.hidden_backward(group, i, out_bar, saved, stride, group_grads, sum.matrices[0], sum.matrices[2 * i - 1],
@@ -847,15 +836,13 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
       return;
     }
     for (int64_t net = group.begin; net < group.end; ++net) sum_parts(parts, s.B, K, net, F_bar);
-    if (!by_rows)
-      call.last_backward(group, {0, rows}, out_bar.weight(L), saved, stride,
-                         call.last_sums_in(group.begin, group_grads, F_bar), false, sum.matrices[2 * L - 2], write_last,
-                         scratch);
+    if (row_parts == 0)
+      call.last_backward(group, {0, rows}, out_bar.weight(L), saved, stride, call.last_sums_in(group_grads), false,
+                         F_bar + group.begin * K, sum.matrices[2 * L - 2], write_last, scratch);
     for (int64_t net = group.begin; net < group.end; ++net) {
       T* grad = group_grads + (net - group.begin) * at.grad_size;
-      for (int64_t part = 0; by_rows && part < parts; ++part)
-        call.add_last_sums(call.last_sums(net, last_bars + part * s.B * last_size, F_bar),
-                           call.last_sums_in(net, grad, F_bar));
+      for (int64_t part = 0; part < row_parts; ++part)
+        call.add_last_sums(call.last_sums(net, last_bars + part * s.B * last_size), call.last_sums_in(grad));
       features_backward(call.x, saved + net * stride, F_bar + net * K, grad, sum.psi, scratch);
     }
   };
@@ -878,7 +865,7 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
       clear(chunk);
       const Sums<T>& sum = sums[chunk];
       T* own_grads = grads + chunk * group_size * at.grad_size;
-      for_groups(begin, end, group_size, [&](Group group) {
+      for_groups({begin, end}, group_size, [&](Range group) {
         std::fill(own_grads, own_grads + group.size() * at.grad_size, T(0));
         for (int64_t i = 1; i <= L; ++i) layer(group, i, own_grads, sum, group.begin == begin, scratch);
         for (int64_t net = group.begin; net < group.end; ++net) {

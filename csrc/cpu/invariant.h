@@ -40,8 +40,7 @@ void invariant_backward(const Shape& s, const S* out_bar, const S* const* W, con
   // Gradients of the features reach the chains through what the layout has from A_L on, `tail` numbers a network.
   const int64_t first = at.A[s.L()].offset, tail = at.size - first;
   const int64_t parts = readout_parts(s.B, s.e, K, parallel.threads);
-  memory.resize(s.B * (parts * K + s.e + tail));
-  T *F_bar = memory.data(), *bar = F_bar + parts * s.B * K, *tails = bar + s.B * s.e;
+  T *F_bar = at_least(s.B * (parts * K + s.e + tail), memory), *bar = F_bar + parts * s.B * K, *tails = bar + s.B * s.e;
   load_row(out_bar, s.B * s.e, bar);
   readout_backward(s.B, s.e, K, matrix, saved + at.size, stride, bar, F_bar, matrix_bar, parallel);
   std::fill(psi_bar, psi_bar + s.psi_size(), T(0));

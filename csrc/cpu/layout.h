@@ -96,6 +96,16 @@ struct OutputGradients {
   Activation f;
 };
 
+// Networks, or rows of a matrix: begin ... end - 1.
+struct Range {
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
+  // One of `parts` nearly equal parts of 0 ... count - 1.
+  static Range part(int64_t count, int64_t index, int64_t parts) {
+    return {count * index / parts, count * (index + 1) / parts};
+  }
+};
+
 // Runs body(t) for t = 0 ... count - 1, possibly at the same time.
 struct Parallel {
   int64_t threads;

@@ -217,8 +217,7 @@ void linear_forward(const LinearShape& s, const S* const* W, const S* const* b, 
   const auto at = call.offsets();
   const int64_t pieces = Piece::count(s), K = s.n.back() * s.d + 1, need = call.scratch_size();
   thread_local std::vector<T> memory;
-  memory.resize(at.back() + s.B * K);
-  T *packed = memory.data(), *F = packed + at.back();
+  T *packed = at_least(at.back() + s.B * K, memory), *F = packed + at.back();
   call.for_matrices([&](int64_t matrix, int64_t offset, int64_t size) {
     std::memcpy(packed + offset, matrices[matrix], size * sizeof(T));
   });
@@ -242,8 +241,8 @@ void linear_backward(const LinearShape& s, const OutputGradients<S>& gradients, 
   const int64_t need = call.scratch_size(), chunks = parallel.chunks(s.B * pieces), size = at.back();
   thread_local std::vector<T> memory;
   const int64_t parts = readout_parts(s.B, rows, K, parallel.threads);
-  memory.resize((2 + chunks) * size + s.B * ((1 + parts) * K + rows));
-  T *packed = memory.data(), *transposed = packed + size, *sums = transposed + size;
+  T *packed = at_least((2 + chunks) * size + s.B * ((1 + parts) * K + rows), memory), *transposed = packed + size,
+    *sums = transposed + size;
   T *F = sums + chunks * size, *bar = F + s.B * K, *F_bar = bar + s.B * rows;
   call.for_matrices([&](int64_t matrix, int64_t offset, int64_t count) {
     std::memcpy(packed + offset, matrices[matrix], count * sizeof(T));

@@ -124,65 +124,68 @@ void features_backward(const Network<S, T>& x, const T* saved, const T* F_bar, T
   }
 }
 
-// A readout of fewer numbers than this is not worth a second thread.
-constexpr int64_t kSmallReadout = 1 << 14;
+// Products of a readout, of its forward pass, below which a second thread is not worth waking.
+constexpr int64_t kSmallReadout = 1 << 17;
+inline int64_t readout_threads(int64_t B, int64_t rows, int64_t K, int64_t threads) {
+  return B * rows * K < kSmallReadout ? 1 : threads;
+}
 
-// How many parts the rows of a readout's matrix are divided into, so that gradients of the features, which each part
-// sums in memory of its own, take no more than the matrix in all.
+// Into how many parts threads divide the rows of a readout's matrix in the backward pass. Each part sums gradients of
+// the features in memory of its own, [B][K]: with several parts no more than the matrix in all.
 inline int64_t readout_parts(int64_t B, int64_t rows, int64_t K, int64_t threads) {
-  return rows * K < kSmallReadout ? 1 : std::max<int64_t>(1, std::min(threads, rows / std::max<int64_t>(16, B)));
+  return std::max<int64_t>(1, std::min(readout_threads(B, rows, K, threads), rows / std::max<int64_t>(16, B)));
 }
 
 // out[net, r] = sum_k matrix[r, k] F[net, k] for some of the rows r; features of networks are ld numbers apart.
 template <typename S, typename T>
-void readout_rows(int64_t B, int64_t rows, int64_t begin, int64_t end, int64_t K, const T* matrix, const T* F,
-                  int64_t ld, Destination<S, T> out) {
-  const int64_t count = end - begin;
+void readout_rows(int64_t B, int64_t rows, Range range, int64_t K, const T* matrix, const T* F, int64_t ld,
+                  Destination<S, T> out) {
+  const int64_t count = range.size();
   Scratch<T> scratch = Scratch<T>::begin(B * count + 16);
   T* sums = scratch.take(B * count);
-  gemm_dot<T>(B, count, K, F, ld, matrix + begin * K, K, sums, count, false);
-  for (int64_t net = 0; net < B; ++net) (out + (net * rows + begin)).store(sums + net * count, count);
+  gemm_dot<T>(B, count, K, F, ld, matrix + range.begin * K, K, sums, count, false);
+  for (int64_t net = 0; net < B; ++net) (out + (net * rows + range.begin)).store(sums + net * count, count);
 }
 
-// F_bar[net, k] = sum_r bar[net, r] matrix[r, k] over some of the rows r;  matrix_bar[r, k] = sum_net bar[net, r]
-// F[net, k] in `columns` columns k from `first` on.
+// For some of the rows r and of the columns k:
+//   F_bar[net, k] = sum_r bar[net, r] matrix[r, k];  matrix_bar[r, k] = sum_net bar[net, r] F[net, k]
 template <typename T>
-void readout_rows_backward(int64_t B, int64_t rows, int64_t begin, int64_t end, int64_t first, int64_t columns,
-                           int64_t K, const T* matrix, const T* F, int64_t ld, const T* bar, T* F_bar, T* matrix_bar) {
+void readout_rows_backward(int64_t B, int64_t rows, Range range, Range columns, int64_t K, const T* matrix, const T* F,
+                           int64_t ld, const T* bar, T* F_bar, T* matrix_bar) {
   // Blocks that keep both matrices read and written in order.
   constexpr int64_t kStrip = 512, kRows = 16;
-  for (int64_t k = first; k < first + columns; k += kStrip) {
-    const int64_t count = std::min(kStrip, first + columns - k);
-    for (int64_t r = begin; r < end; r += kRows) {
-      const int64_t some = std::min(kRows, end - r);
-      gemm<T>(B, count, some, {bar + r, rows, 1}, matrix + r * K + k, K, F_bar + k, K, r > begin);
+  for (int64_t k = columns.begin; k < columns.end; k += kStrip) {
+    const int64_t count = std::min(kStrip, columns.end - k);
+    for (int64_t r = range.begin; r < range.end; r += kRows) {
+      const int64_t some = std::min(kRows, range.end - r);
+      gemm<T>(B, count, some, {bar + r, rows, 1}, matrix + r * K + k, K, F_bar + k, K, r > range.begin);
       gemm<T>(some, count, B, {bar + r, 1, rows}, F + k, ld, matrix_bar + r * K + k, K, false);
     }
   }
 }
 
-// Both for all rows. A thread takes the same rows forward and backward, and finds them in its own cache.
+// All rows. Where there are as many parts as threads, a thread takes the same rows forward and backward and finds them
+// in its own cache.
 template <typename S, typename T>
 void readout(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, int64_t ld, Destination<S, T> out,
              const Parallel& parallel) {
-  parallel.split(
-      rows, [&](int64_t, int64_t begin, int64_t end) { readout_rows(B, rows, begin, end, K, matrix, F, ld, out); });
+  const int64_t parts = std::min(rows, readout_threads(B, rows, K, parallel.threads));
+  parallel.run(parts,
+               [&](int64_t part) { readout_rows(B, rows, Range::part(rows, part, parts), K, matrix, F, ld, out); });
 }
 
 // F_bar: [readout_parts][B][K], still to be summed over the parts by `sum_parts`. Where there are fewer parts than
-// threads, threads divide the columns.
+// threads, threads divide the columns too.
 template <typename T>
 void readout_backward(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, int64_t ld, const T* bar,
                       T* F_bar, T* matrix_bar, const Parallel& parallel) {
-  const int64_t parts = readout_parts(B, rows, K, parallel.threads);
-  const int64_t strips = rows * K < kSmallReadout ? 1 : (parallel.threads + parts - 1) / parts;
-  parallel.split(parts * strips, [&](int64_t, int64_t first, int64_t last) {
-    for (int64_t task = first; task < last; ++task) {
-      const int64_t part = task / strips, strip = task % strips, lines = (K + 15) / 16;
-      const int64_t k = lines * strip / strips * 16, end = std::min(K, lines * (strip + 1) / strips * 16);
-      readout_rows_backward(B, rows, rows * part / parts, rows * (part + 1) / parts, k, std::max<int64_t>(0, end - k),
-                            K, matrix, F, ld, bar, F_bar + part * B * K, matrix_bar);
-    }
+  const int64_t parts = readout_parts(B, rows, K, parallel.threads), lines = (K + 15) / 16;
+  const int64_t strips = std::min(lines, std::max<int64_t>(1, readout_threads(B, rows, K, parallel.threads) / parts));
+  parallel.run(parts * strips, [&](int64_t task) {
+    const int64_t part = task / strips;
+    const Range strip = Range::part(lines, task % strips, strips);
+    readout_rows_backward(B, rows, Range::part(rows, part, parts), {strip.begin * 16, std::min(K, strip.end * 16)}, K,
+                          matrix, F, ld, bar, F_bar + part * B * K, matrix_bar);
   });
 }
 

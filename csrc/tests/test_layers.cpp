@@ -133,10 +133,16 @@ void test_layer(const Shape& s, bool equivariant, Activation f) {
   check_close(split_gradients, gradients, 1e-11, "gradient in three parts", name);
 }
 
+int64_t last_row_parts(const Shape& s, int64_t threads) {
+  const magep::Layout at(s, magep::Operation::equivariant);
+  const Parallel parallel = serial(threads);
+  return EquivariantCall<double, double>{{s, at, nullptr, nullptr, nullptr}, nullptr, parallel}.last_row_parts();
+}
+
 }  // namespace
 
 void run_tests() {
-  const std::vector<Shape> shapes{
+  std::vector<Shape> shapes{
       {2, 2, 3, {2, 3, 2}},
       {1, 1, 1, {1, 1, 1}},
       {3, 1, 1, {1, 1, 1, 1}},
@@ -155,10 +161,17 @@ void run_tests() {
       {2, 3, 2, {2, 3, 4, 5, 2}, true},
       {3, 2, 3, {2, 3, 4, 1}, true},
       {2, 2, 3, {2, 3, 2}, true},
-      // Three threads divide the last layer by rows, networks in one group and in two.
-      {2, 4, 12, {2, 3, 3, 6}},
-      {9, 4, 14, {2, 3, 3, 6}, true},
   };
+  // Three threads divide the last layer by rows, networks in one group and in two, and fewer networks than threads.
+  const std::vector<Shape> by_rows{
+      {3, 9, 20, {2, 3, 3, 6}},
+      {9, 4, 14, {2, 3, 3, 6}, true},
+      {2, 10, 20, {1, 3, 8}},
+  };
+  for (const Shape& s : by_rows) {
+    CHECK(last_row_parts(s, 3) == 3, "B=%d: the last layer is not divided by rows", int(s.B));
+    shapes.push_back(s);
+  }
   for (const Shape& s : shapes) {
     test_layer(s, false, Activation::none);
     for (Activation f : {Activation::none, Activation::tanh, Activation::sin}) test_layer(s, true, f);
