@@ -7,12 +7,14 @@ import sys
 
 try:
     from benchmarks import compile, layers, model, scaling, tables
-    from benchmarks.commands import add_commands
+    from benchmarks.commands import add_commands, check_device
     from benchmarks.data import command as data
     from benchmarks.tasks import accuracy
     from benchmarks.tasks import command as train
 except ModuleNotFoundError as error:
-    sys.exit(f"error: {error}; benchmarks need more than the layers do: pip install --no-build-isolation -e '.[bench]'")
+    sys.exit(
+        f"error: {error}; benchmarks need more than the layers do: pip install --no-build-isolation -e '.[bench,data]'"
+    )
 
 COMMANDS = {
     "layers": (layers, "one layer, implementation against implementation"),
@@ -38,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     arguments = build_parser().parse_args()
     try:
+        check_device(getattr(arguments, "device", "cpu"))
         arguments.run(arguments)
     except (OSError, ValueError, ModuleNotFoundError) as error:
         # All of them say what is wrong with a file, an option or the installation: a traceback would bury it.

@@ -233,5 +233,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("--compile", action="store_true", help=f"also {COMPILED}; compiling takes minutes")
     parser.add_argument("--device", default="cpu", help='where to run: "cpu" (default) or "cuda"')
-    parser.add_argument("--out", type=Path, help="folder for layers.csv, to which rows are appended")
+    parser.add_argument("--out", type=Path, help="folder for layers.csv, to which rows are appended (default: none)")
     parser.set_defaults(run=run)

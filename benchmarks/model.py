@@ -590,5 +590,5 @@ def run(arguments: argparse.Namespace) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="which shapes")
-    parser.add_argument("--out", type=Path, help="folder for model.csv, to which rows are appended")
+    parser.add_argument("--out", type=Path, help="folder for model.csv, to which rows are appended (default: none)")
     parser.set_defaults(run=run)

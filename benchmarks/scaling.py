@@ -138,6 +138,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("--seconds", type=float, default=2.0, help="about how long to time each point (default 2)")
     parser.add_argument(
-        "--out", type=Path, default=Path("build/scaling"), help="folder for scaling.csv and scaling.png"
+        "--out",
+        type=Path,
+        default=Path("build/scaling"),
+        help="folder for scaling.csv and scaling.png (default build/scaling)",
     )
     parser.set_defaults(run=run)

@@ -523,5 +523,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=15, help="rounds of timed steps (default 15)")
     parser.add_argument("--zoo", type=Path, help="folder of a data set of the Small CNN Zoo; without it, made networks")
     parser.add_argument("--resume", action="store_true", help="go on with the last run in the folder")
-    parser.add_argument("--out", type=Path, default=Path("build/tables"), help="folder for CSV, Markdown and plots")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/tables"),
+        help="folder for CSV, Markdown and plots (default build/tables)",
+    )
     parser.set_defaults(run=main)

@@ -39,7 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> float:
     torch.manual_seed(0)
     if options.make:
         make_networks(options.folder, options.make)
-    with (options.folder / "accuracies.csv").open(newline="") as file:
+    table = options.folder / "accuracies.csv"
+    if not table.exists():
+        parser.error(f"{table} is missing: a row `file,accuracy` for each network in the folder; --make 40 makes both")
+    with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
     networks = [from_safetensors(options.folder / row["file"]) for row in rows]
     accuracies = torch.tensor([[float(row["accuracy"])] for row in rows])

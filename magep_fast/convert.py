@@ -43,8 +43,8 @@ def from_modules(modules: nn.Module | Iterable[nn.Module]) -> WeightFeatures:
     """A batch of networks of one architecture as features of one channel.
 
     Kernel positions (taps) join the channel dimension: a convolution `[n_i, n_(i-1), kh, kw]` becomes
-    `[kh·kw, n_i, n_(i-1)]`, as does a dense layer that reads a flattened feature map. The result does not share memory
-    with the modules.
+    `[kh·kw, n_i, n_(i-1)]`, as does a dense layer that reads a flattened feature map. The result is detached
+    and does not share memory with the modules.
     """
     networks = [modules] if isinstance(modules, nn.Module) else list(modules)
     return _pack("from_modules", [chained_layers(network) for network in networks])

@@ -155,6 +155,7 @@ class MagepEquivariant(_PolynomialLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
+        _check_space(space)
         _check_channels(in_channels=in_channels, out_channels=out_channels)
         taps = (1,) * space.num_layers
         table = equivariant_table(space, taps, in_channels, out_channels, select_terms(terms), share_Wb)
@@ -203,6 +204,7 @@ class MonomialEquivariant(MagepEquivariant):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
+        _check_space(space)
         _check_channels(in_channels=in_channels, out_channels=out_channels)
         taps = space.with_taps(out_taps).taps
         table = equivariant_table(space, taps, in_channels, out_channels, select_terms("linear"))
@@ -230,6 +232,7 @@ class MagepInvariant(_PolynomialLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
+        _check_space(space)
         _check_channels(in_channels=in_channels, out_features=out_features)
         table = invariant_table(space, in_channels, out_features, select_terms(terms), share_Wb)
         super().__init__(table, learn_psi, init, backend, device, dtype)
@@ -316,6 +319,11 @@ def _check_fused(activation: str | None) -> str | None:
             "For any other function let Activation(function, kind) follow the layer"
         )
     return activation
+
+
+def _check_space(space: WeightSpace) -> None:
+    if not isinstance(space, WeightSpace):
+        raise TypeError(f"a layer's space must be a WeightSpace, such as WeightSpace((1, 16, 10)); found {space!r}")
 
 
 def _check_channels(**counts: int) -> None:

@@ -52,6 +52,8 @@ class RaggedBatch:
             features: what layers made of this batch, of any number of channels; default the batch itself.
         """
         padded = self.features if features is None else features
+        if not isinstance(padded, WeightFeatures):
+            raise TypeError(f"unpad takes WeightFeatures that layers made of this batch; found {type(padded).__name__}")
         if padded.space.widths != self.features.space.widths or padded.batch_size != len(self):
             raise ValueError(
                 f"found {padded}; expected features made of this batch, {len(self)} networks in {self.features.space}"
@@ -78,13 +80,24 @@ class RaggedBatch:
 
 
 def collate(networks: Sequence[WeightFeatures]) -> RaggedBatch:
-    """One batch of networks whose hidden widths may differ; all else (n_0, n_L, L, taps, channels) must agree.
+    """One batch of networks whose hidden widths may differ; all else (n_0, n_L, L, taps, channels, dtype) must
+    agree.
 
     Args:
         networks: each of them one network or a batch of networks of equal widths.
     """
     if not networks:
         raise ValueError("collate needs at least one network")
+    for number, network in enumerate(networks):
+        if not isinstance(network, WeightFeatures):
+            raise TypeError(
+                f"collate takes WeightFeatures; network {number} is of type {type(network).__name__}: "
+                "from_modules and the other converters make them"
+            )
+        if network.dtype != networks[0].dtype:
+            raise ValueError(
+                f"network {number} is {network.dtype}, network 0 {networks[0].dtype}: .to(dtype) makes them the same"
+            )
     first = _bucket_of(networks[0])
     for number, network in enumerate(networks):
         if _bucket_of(network) != first:
@@ -105,7 +118,8 @@ def collate(networks: Sequence[WeightFeatures]) -> RaggedBatch:
 def bucket(networks: Sequence[WeightFeatures], batch_size: int | None = None) -> Iterator[RaggedBatch]:
     """Networks of any architectures as batches, one after the other; `indices` of each say which networks it holds.
 
-    Networks that differ in n_0, n_L, L, taps or channels, which no layer can take together, come in different batches.
+    Networks that differ in n_0, n_L, L, taps, channels or dtype, which no layer can take together, come in different
+    batches.
 
     Args:
         networks: each of them one network or a batch of networks of equal widths, which stay together.
@@ -190,11 +204,14 @@ class BucketSampler(Sampler[list[int]]):
             yield batches[k]
 
 
-def _bucket_of(network: WeightFeatures) -> tuple[WeightSpace, int]:
-    return network.space.any_hidden_width(), network.channels
+_Bucket = tuple[WeightSpace, int, torch.dtype]
 
 
-_Kind = tuple[tuple[WeightSpace, int], int]
+def _bucket_of(network: WeightFeatures) -> _Bucket:
+    return network.space.any_hidden_width(), network.channels, network.dtype
+
+
+_Kind = tuple[_Bucket, int]
 
 
 def _kinds(networks: Iterable[WeightFeatures]) -> list[_Kind]:
@@ -211,7 +228,7 @@ def _batches(
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be positive; found {batch_size}")
-    buckets: dict[tuple[WeightSpace, int], list[int]] = {}
+    buckets: dict[_Bucket, list[int]] = {}
     for k in order:
         buckets.setdefault(kinds[k][0], []).append(k)
     batches = []

@@ -185,6 +185,7 @@ def test_help_from_the_shell(module):
         (["data", "zoo", "--out", "zoo", "--images", "nowhere"], "error: nowhere holds no images"),
         (["data", "zoo", "--out", "zoo", "--images", "nowhere.npz"], "error: "),
         (["data", "inr", "--out", "inr", "--images", "empty.npz"], "error: empty.npz has no x_test"),
+        (["layers", "--device", "cuda:99"], "error: --device cuda:99 cannot be used here: "),
         (["accuracy", "--report-only", "--out", "nowhere"], "error: nowhere/runs.csv has no runs to report"),
     ],
 )

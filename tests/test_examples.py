@@ -20,7 +20,10 @@ def test_every_example_is_tested():
     assert found == tested | {"__init__", "authors_layers", "shared"}
 
 
-def test_predict_accuracy(tmp_path):
+def test_predict_accuracy(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        predict_accuracy.main([str(tmp_path)])
+    assert "accuracies.csv is missing: a row `file,accuracy` for each network" in capsys.readouterr().err
     assert predict_accuracy.main([str(tmp_path), "--make", "200", "--epochs", "15"]) > 0.4
 
 

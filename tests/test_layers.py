@@ -217,6 +217,14 @@ def test_layer_refuses_wrong_arguments(make, message):
         make()
 
 
+@pytest.mark.parametrize("kind", [MagepEquivariant, MonomialEquivariant, MagepInvariant])
+def test_layer_refuses_what_is_no_space(kind):
+    with pytest.raises(
+        TypeError, match=escape("must be a WeightSpace, such as WeightSpace((1, 16, 10)); found '1-16'")
+    ):
+        kind("1-16", 2, 3)
+
+
 def unit_ratios(features):
     """Root mean squares relative to freshly initialised networks, layer by layer."""
     for w, b in zip(features.weights, features.biases, strict=True):

@@ -84,8 +84,19 @@ def test_collate_refuses_nothing():
     assert list(bucket([])) == []
 
 
+def test_collate_refuses_modules_and_mixed_dtypes():
+    with pytest.raises(TypeError, match="network 1 is of type Linear: from_modules"):
+        collate([ragged()[0], torch.nn.Linear(2, 3)])
+    networks = [*ragged(), ragged()[0].to(torch.float32)]
+    with pytest.raises(ValueError, match=r"network 4 is torch.float32, network 0 torch.float64: .to\(dtype\)"):
+        collate(networks)
+    assert [batch.indices for batch in bucket(networks)] == [(0, 1, 2, 3), (4,)]
+
+
 def test_unpad_refuses_other_features():
     batch = collate(ragged())
+    with pytest.raises(TypeError, match="unpad takes WeightFeatures that layers made of this batch; found Tensor"):
+        batch.unpad(torch.zeros(4, 3))
     with pytest.raises(ValueError, match=escape("expected features made of this batch, 4 networks")):
         batch.unpad(random_features(SPACES[0]))
 

@@ -165,14 +165,23 @@ class SirenMaker:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_making_arguments(parser, count=12_000, what="SIRENs", per_shard=256)
-    parser.add_argument("--steps", type=int, default=Fit.steps, help="of Adam for each fit")
-    parser.add_argument("--learning-rate", type=float, default=Fit.learning_rate, help="of Adam")
+    parser.add_argument("--steps", type=int, default=Fit.steps, help="of Adam for each fit (default %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=Fit.learning_rate, help="of Adam (default %(default)s)")
     parser.add_argument(
-        "--min-psnr", type=float, default=Fit.min_psnr, help="worse fits are continued, at last left out"
+        "--min-psnr",
+        type=float,
+        default=Fit.min_psnr,
+        help="worse fits are continued, at last left out (default %(default)s)",
     )
-    parser.add_argument("--omega", type=float, default=Siren.omega, help="ω of the hidden layers after the first")
-    parser.add_argument("--first-omega", type=float, default=Siren.first_omega, help="ω of the first layer")
-    parser.add_argument("--offset", type=float, default=Siren.offset, help="added to the output to give a pixel")
+    parser.add_argument(
+        "--omega", type=float, default=Siren.omega, help="ω of the hidden layers after the first (default %(default)s)"
+    )
+    parser.add_argument(
+        "--first-omega", type=float, default=Siren.first_omega, help="ω of the first layer (default %(default)s)"
+    )
+    parser.add_argument(
+        "--offset", type=float, default=Siren.offset, help="added to the output to give a pixel (default %(default)s)"
+    )
     parser.set_defaults(run=run)
 
 

