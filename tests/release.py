@@ -94,7 +94,10 @@ def check_installed(distribution: Path, work: Path, torch_version: str) -> None:
     shutil.rmtree(away, ignore_errors=True)
     for package in ("tests", "benchmarks", "examples"):
         shutil.copytree(ROOT / package, away / package, ignore=shutil.ignore_patterns("__pycache__"))
-    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",
+    }
     code = "import magep_fast, sys; print(magep_fast.__version__, magep_fast.__file__, magep_fast.available_backends())"
     run(python, "-c", f"{code}; sys.exit('cpu' not in magep_fast.available_backends())", cwd=away, env=alone)
     run(python, "-m", "magep_fast.info", cwd=away, env=alone)
