@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
+from benchmarks.data.stand_ins import CNN, make_accuracies, make_classes, make_networks, read_zoo
 from benchmarks.layers import disagreement
 from benchmarks.measure import count_ops, peak_memory, set_threads, timing
 from benchmarks.peers import PAPER, PaperRow, Subset, peers
 from benchmarks.report import append_rows, check_columns, environment, wide_console
 from benchmarks.tables_report import Row, describe, draw, number, write_markdown
 from benchmarks.training import Dataset, Trainer, keep_freed_memory
-from benchmarks.zoo import CNN, make_accuracies, make_classes, make_networks, read_zoo
 from magep_fast import WeightSpace
 from magep_fast.models import CIFAR10, MNIST, CnnGeneralization, Config
 from magep_fast.ops.backends import choose_backend

@@ -25,7 +25,7 @@ FLOORS = {
     "what is built": "magep_fast.info",
     "measuring": "benchmarks benchmarks.commands benchmarks.measure benchmarks.report benchmarks.floor "
     "benchmarks.training",
-    "rivals and data": "benchmarks.peers benchmarks.peers.* benchmarks.data benchmarks.data.* benchmarks.zoo",
+    "rivals and data": "benchmarks.peers benchmarks.peers.* benchmarks.data benchmarks.data.*",
     "benchmarks": "benchmarks.layers benchmarks.bench_layers benchmarks.scaling benchmarks.compile "
     "benchmarks.cuda_model benchmarks.model benchmarks.tables benchmarks.tables_report benchmarks.process_peak",
     "tasks": "benchmarks.tasks benchmarks.tasks.*",

@@ -17,13 +17,13 @@ from rich.progress import Progress
 
 from benchmarks.data import DataError, Manifest, ShardedNetworks, Source
 from benchmarks.data.siren import Siren
+from benchmarks.data.stand_ins import make_accuracies, make_networks
 from benchmarks.data.zoo import COLUMNS as ZOO_COLUMNS
 from benchmarks.tasks import accuracy, command, paper
 from benchmarks.tasks.configs import CONFIGS, read_config, settings
 from benchmarks.tasks.generalization import add_copies, generalization, kendall_tau
 from benchmarks.tasks.inr_edit import edited, unedited
 from benchmarks.tasks.loop import Run, Settings, World
-from benchmarks.zoo import make_accuracies, make_networks
 from magep_fast import ABLATION, GroupElement, WeightSpace
 from magep_fast.models import CnnGeneralization, UnitPaths, path_sums
 from tests.helpers import assert_same

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.data.stand_ins import CNN, make_accuracies, make_classes, make_networks, read_zoo
 from benchmarks.training import Adam, Dataset, Trainer
-from benchmarks.zoo import CNN, make_accuracies, make_classes, make_networks, read_zoo
 from magep_fast import GroupElement, WeightSpace, from_modules
 from magep_fast.models import CnnGeneralization
 from tests.helpers import assert_same

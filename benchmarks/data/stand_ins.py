@@ -1,4 +1,5 @@
-"""Networks to train on: those of the Small CNN Zoo (Unterthiner et al. 2020), from a folder, or networks made here."""
+"""What the efficiency tables train on: networks of the Small CNN Zoo (Unterthiner et al. 2020) from a folder, or
+stand-ins of the same shape, untrained."""
 
 from __future__ import annotations
 
