@@ -56,7 +56,8 @@ inline int64_t rows_of(const char* op, const Tensor& matrix) {
 inline Shape claimed_shape(const char* op, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
                            int64_t out_channels, size_t fewest) {
   STD_TORCH_CHECK(weights.size() >= fewest && weights.size() == biases.size(), op,
-                  ": expected as many weights as biases, at least ", fewest, " of each");
+                  ": expected as many weights as biases, at least ", fewest, " of each; found ", weights.size(),
+                  " and ", biases.size());
   for (size_t i = 0; i < weights.size(); ++i)
     STD_TORCH_CHECK(weights[i].dim() == 4, op, ": weights[", i, "] must have rank 4; found ", weights[i].dim());
   Shape s{weights[0].size(0), weights[0].size(1), out_channels, {weights[0].size(3)}};
