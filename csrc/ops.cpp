@@ -22,6 +22,7 @@
 namespace {
 
 using magep::Activation;
+using magep::DenseShape;
 using magep::feature_shapes;
 using magep::item;
 using magep::LinearShape;
@@ -516,6 +517,75 @@ std::vector<Tensor> invariant_backward(Tensor grad, std::vector<Tensor> weights,
   });
 }
 
+// parameters: weight [n_out, n_in] and bias [n_out] of every layer.
+DenseShape dense_shape(const char* op, const Tensor& x, const std::vector<Tensor>& parameters, bool sigmoid) {
+  STD_TORCH_CHECK(x.dim() == 2, op, ": x must have rank 2; found ", x.dim());
+  STD_TORCH_CHECK(!parameters.empty() && parameters.size() % 2 == 0, op,
+                  ": expected a weight and a bias for each layer, at least one; found ", parameters.size(), " tensors");
+  DenseShape s{x.size(0), {x.size(1)}, sigmoid};
+  for (size_t k = 0; k < parameters.size(); k += 2) s.widths.push_back(rows_of(op, parameters[k]));
+  for (int64_t n : s.widths) STD_TORCH_CHECK(n >= 1, op, ": every width must be at least 1");
+  return s;
+}
+
+std::vector<Sizes> parameter_shapes(const DenseShape& s) {
+  std::vector<Sizes> shapes;
+  for (size_t k = 1; k < s.widths.size(); ++k) {
+    shapes.push_back({s.widths[k], s.widths[k - 1]});
+    shapes.push_back({s.widths[k]});
+  }
+  return shapes;
+}
+// Of the last layer, then of the others.
+std::vector<Sizes> value_shapes(const DenseShape& s) {
+  std::vector<Sizes> shapes{{s.B, s.widths.back()}};
+  for (size_t k = 1; k + 1 < s.widths.size(); ++k) shapes.push_back({s.B, s.widths[k]});
+  return shapes;
+}
+
+// -> outputs, then the values of the other layers
+std::vector<Tensor> dense(Tensor x, std::vector<Tensor> layers, bool sigmoid) {
+  const char* op = "magep_fast::dense";
+  const DenseShape s = dense_shape(op, x, layers, sigmoid);
+  const ScalarType dtype = x.scalar_type();
+  return with_types(dtype, op, [&](auto storage, auto compute) {
+    using S = decltype(storage);
+    using T = decltype(compute);
+    const auto phi = parameters<T>(layers, op, "layers", parameter_shapes(s), dtype);
+    const auto input = checked<S>({x}, op, "x", {{s.B, s.widths[0]}}, dtype);
+    std::vector<Tensor> results;
+    const auto values = allocate<S>(results, x, value_shapes(s), dtype);
+    if (s.B > 0)
+      magep::kernels().of<S, T>().dense_forward(s, input.data[0], phi.get(), values.data(), torch_threads());
+    return results;
+  });
+}
+
+// -> gradients of layers, and with `inputs` before them that of x
+std::vector<Tensor> dense_backward(Tensor grad, Tensor x, std::vector<Tensor> layers, std::vector<Tensor> values,
+                                   bool sigmoid, bool inputs) {
+  const char* op = "magep_fast::dense_backward";
+  const DenseShape s = dense_shape(op, x, layers, sigmoid);
+  const ScalarType dtype = x.scalar_type();
+  return with_types(dtype, op, [&](auto storage, auto compute) {
+    using S = decltype(storage);
+    using T = decltype(compute);
+    const auto bar = checked<S>({grad}, op, "grad", {{s.B, s.widths.back()}}, dtype);
+    const auto phi = parameters<T>(layers, op, "layers", parameter_shapes(s), dtype);
+    const auto known = checked<S>(values, op, "values", value_shapes(s), dtype);
+    const auto input = checked<S>({x}, op, "x", {{s.B, s.widths[0]}}, dtype);
+    std::vector<Tensor> results;
+    std::vector<S*> x_bar;
+    if (inputs) x_bar = allocate<S>(results, x, {{s.B, s.widths[0]}}, dtype);
+    const auto phi_bar = allocate<T>(results, x, parameter_shapes(s), scalar_type<T>());
+    if (s.B > 0)
+      magep::kernels().of<S, T>().dense_backward(s, bar.data[0], input.data[0], phi.get(), known.get(),
+                                                 inputs ? x_bar[0] : nullptr, phi_bar.data(), torch_threads());
+    finish_gradients(results, x_bar.size(), s.B, dtype);
+    return results;
+  });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(magep_fast, m) {
@@ -540,6 +610,10 @@ STABLE_TORCH_LIBRARY(magep_fast, m) {
   m.def(
       "invariant_backward(Tensor grad, Tensor[] weights, Tensor[] biases, Tensor matrix, Tensor psi, Tensor saved) "
       "-> Tensor[]");
+  // Dense layers, weight and bias of each, with ReLU between them. Returns the outputs and the values of the other
+  // layers, in order; the backward returns the gradients of x, if `inputs`, and of layers.
+  m.def("dense(Tensor x, Tensor[] layers, bool sigmoid) -> Tensor[]");
+  m.def("dense_backward(Tensor grad, Tensor x, Tensor[] layers, Tensor[] values, bool sigmoid, bool inputs) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(magep_fast, CPU, m) {
@@ -551,4 +625,6 @@ STABLE_TORCH_LIBRARY_IMPL(magep_fast, CPU, m) {
   m.impl("linear_backward", TORCH_BOX(&linear_backward));
   m.impl("invariant", TORCH_BOX(&invariant));
   m.impl("invariant_backward", TORCH_BOX(&invariant_backward));
+  m.impl("dense", TORCH_BOX(&dense));
+  m.impl("dense_backward", TORCH_BOX(&dense_backward));
 }

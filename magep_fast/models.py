@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from magep_fast.layers import Activation, MagepEquivariant, MagepInvariant, MonomialEquivariant
 from magep_fast.permutation import FourierFeatures, LearnedScale, NPEquivariant, NPPool, PositionEncoding
 from magep_fast.spaces import WeightFeatures, WeightSpace
+from magep_fast.stack import Stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +146,7 @@ class CnnGeneralization(Config):
     hidden: int = 500
     unit_paths: bool = False
 
-    def build(self, space: WeightSpace) -> nn.Sequential:
+    def build(self, space: WeightSpace) -> Stack:
         c, flat = self.channels, space.with_taps(1)
         layers = [
             self.monomial(space, 1, c),
@@ -154,9 +155,9 @@ class CnnGeneralization(Config):
         ]
         inputs = self.invariants
         if self.unit_paths:
-            with_norms = UnitPathInvariants(space, nn.Sequential(*layers))
+            with_norms = UnitPathInvariants(space, Stack(*layers))
             layers, inputs = [with_norms], inputs + with_norms.divide.norms
-        return nn.Sequential(*layers, mlp(inputs, self.hidden, self.hidden, 1), nn.Sigmoid())
+        return Stack(*layers, mlp(inputs, self.hidden, self.hidden, 1), nn.Sigmoid())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,9 +184,9 @@ class InrClassification(Config):
     fourier: int = 0
     fourier_scale: float = 3.0
 
-    def build(self, space: WeightSpace) -> nn.Sequential:
+    def build(self, space: WeightSpace) -> Stack:
         c, flat = self.channels, space.with_taps(1)
-        return nn.Sequential(
+        return Stack(
             *([FourierFeatures(1, self.fourier, self.fourier_scale)] if self.fourier else []),
             self.monomial(space, self.fourier or 1, c),
             *(self.equivariant(flat, c, c, "sin") for _ in range(self.layers)),
@@ -217,11 +218,11 @@ class FashionClassification(Config):
     classes: int = 10
     dropout: float = 0.1
 
-    def build(self, space: WeightSpace) -> nn.Sequential:
+    def build(self, space: WeightSpace) -> Stack:
         c, flat = self.channels, space.with_taps(1)
         position = PositionEncoding(flat, self.max_frequency, self.bands)
         pooled = 2 * space.num_layers * self.np_channels
-        return nn.Sequential(
+        return Stack(
             self.monomial(space, 1, c, "sin"),
             self.equivariant(flat, c, c, "sin"),
             self.monomial(flat, c, 1),
@@ -255,7 +256,7 @@ class StyleEditing(Config):
     def build(self, space: WeightSpace) -> nn.Module:
         channels = (1, *(self.channels,) * self.layers)
         position = PositionEncoding(space, self.max_frequency, self.bands, layers=False)
-        change = nn.Sequential(
+        change = Stack(
             *(self.equivariant(space, d, e, "sin") for d, e in pairwise(channels)),
             FourierFeatures(self.channels, self.fourier, self.fourier_scale),
             position,

@@ -46,6 +46,16 @@ struct LinearShape {
   int64_t L() const { return static_cast<int64_t>(n.size()) - 1; }
 };
 
+// Dense layers one after another, ReLU between them; the last one may have a sigmoid behind it.
+struct DenseShape {
+  int64_t B;
+  std::vector<int64_t> widths;  // of the input, then of every layer
+  bool sigmoid;
+
+  int64_t layers() const { return static_cast<int64_t>(widths.size()) - 1; }
+  int64_t widest() const { return *std::max_element(widths.begin(), widths.end()); }
+};
+
 // An array [rows][channels][ld] inside the buffer of one network.
 struct Section {
   int64_t offset = 0, rows = 0, ld = 0, row_stride = 0, channel_stride = 0;

@@ -9,8 +9,9 @@ from magep_fast.ops.chain import chain
 from magep_fast.ops.equivariant import equivariant
 from magep_fast.ops.invariant import invariant
 from magep_fast.ops.library import missing_library
+from magep_fast.ops.stack import stack
 
-__all__ = ["chain", "equivariant", "invariant"]
+__all__ = ["chain", "equivariant", "invariant", "stack"]
 
 if missing_library() is None:
     native.register()
@@ -26,7 +27,15 @@ register_backend(
     Backend("torch", factored.chain, factored.equivariant, factored.invariant),
 )
 register_backend(
-    Backend("cpu", native.chain, native.equivariant, native.invariant, missing_library, native.unsupported),
+    Backend(
+        "cpu",
+        native.chain,
+        native.equivariant,
+        native.invariant,
+        missing_library,
+        native.unsupported,
+        native.operation_of,
+    ),
 )
 register_backend(
     Backend(

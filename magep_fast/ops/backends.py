@@ -10,6 +10,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from magep_fast.ops.operations import DenseLayers, Layer, Operation
 from magep_fast.spaces import WeightFeatures
 
 AUTO = "auto"
@@ -30,6 +31,7 @@ class Backend:
         invariant: `(table, weights, biases, matrix, psi) -> [B, out_features]`.
         missing: why the backend cannot run on this machine at all, or None.
         unsupported: why it cannot take tensors of this device and dtype, or None.
+        operation_of: the operation that computes a layer, which `ops.stack` can run together with others, or None.
         automatic: whether "auto" may choose it.
         hands_over: (name, size): "auto" gives networks of more than `size` numbers to that backend instead, where it
             can take them.
@@ -41,6 +43,7 @@ class Backend:
     invariant: Callable[..., Tensor]
     missing: Callable[[], str | None] = _always
     unsupported: Callable[[torch.device, torch.dtype], str | None] = _always
+    operation_of: Callable[[Layer | DenseLayers], Operation | None] = _always
     automatic: bool = True
     hands_over: tuple[str, int] | None = None
 

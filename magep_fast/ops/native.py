@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from magep_fast import factored
 from magep_fast.ops.operations import (
     ACTIVATIONS,
+    DenseLayers,
     Equivariant,
     Invariant,
+    Layer,
+    Operation,
     empty_like,
     has_kernel,
     known_of,
@@ -60,10 +63,10 @@ def equivariant(
     activation: str | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """As `factored.equivariant`."""
-    if not has_kernel(table) or transformed():
+    operation = None if transformed() else operation_of(Layer(table, activation))
+    if operation is None:
         return factored.equivariant(table, weights, biases, matrices, psi, activation)
     L = len(weights)
-    operation = (_Linear if psi is None else _Equivariant)(L, table.out_channels, ACTIVATIONS.index(activation))
     tensors = (*weights, *biases, *matrices) if psi is None else (*weights, *biases, *matrices, psi)
     results = run(operation, tensors)
     return list(results[:L]), list(results[L:])
@@ -73,9 +76,23 @@ def invariant(
     table: Table, weights: Sequence[Tensor], biases: Sequence[Tensor], matrix: Tensor, psi: Tensor | None
 ) -> Tensor:
     """As `factored.invariant`."""
-    if psi is None or not has_kernel(table) or transformed():
+    operation = None if psi is None or transformed() else operation_of(Layer(table, is_invariant=True))
+    if operation is None or psi is None:
         return factored.invariant(table, weights, biases, matrix, psi)
-    return run(_Invariant(len(weights)), (*weights, *biases, matrix, psi))[0]
+    return run(operation, (*weights, *biases, matrix, psi))[0]
+
+
+def operation_of(layer: Layer | DenseLayers) -> Operation | None:
+    """The operation for a layer, or None if no kernel computes it."""
+    if isinstance(layer, DenseLayers):
+        return _Dense(layer.count, layer.sigmoid)
+    table = layer.table
+    if not has_kernel(table) or (layer.is_invariant and not table.pairs):
+        return None
+    L = table.space.num_layers
+    if layer.is_invariant:
+        return _Invariant(L)
+    return (_Equivariant if table.pairs else _Linear)(L, table.out_channels, ACTIVATIONS.index(layer.activation))
 
 
 class _Equivariant(Equivariant):
@@ -104,6 +121,10 @@ class _Linear:
     L: int
     out_channels: int
     activation: int
+
+    @property
+    def inputs(self) -> int:
+        return 2 * self.L
 
     @property
     def count(self) -> int:
@@ -152,6 +173,39 @@ class _Invariant(Invariant):
     ) -> list[Tensor | None]:
         weights, biases, (matrix, psi) = split(self.L, tensors)
         return torch.ops.magep_fast.invariant_backward.default(grads[0], weights, biases, matrix, psi, kept[0])
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """tensors: x, then weight and bias of each layer."""
+
+    layers: int
+    sigmoid: bool
+    inputs: ClassVar[int] = 1
+
+    @property
+    def count(self) -> int:
+        return 1 + 2 * self.layers
+
+    def forward(self, tensors: Sequence[Tensor], training: bool) -> list[Tensor]:
+        return torch.ops.magep_fast.dense.default(tensors[0], list(tensors[1:]), self.sigmoid)
+
+    def keep(self, results: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        return results[:1], results
+
+    def backward(
+        self, grads: Sequence[Tensor], tensors: Sequence[Tensor], kept: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        found = torch.ops.magep_fast.dense_backward.default(
+            grads[0], tensors[0], list(tensors[1:]), list(kept), self.sigmoid, wanted[0]
+        )
+        return found if wanted[0] else [None, *found]
+
+    def in_torch(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        x, *layers = tensors
+        for k in range(self.layers):
+            x = nn.functional.linear(x if k == 0 else x.relu(), *layers[2 * k : 2 * k + 2])
+        return (x.sigmoid() if self.sigmoid else x,)
 
 
 def register() -> None:
@@ -262,6 +316,13 @@ def _register_layers() -> None:
         lambda grads, weights, biases, matrices, known, e, f, inputs: empty_like(
             *(*weights, *biases) if inputs else (), *matrices
         ),
+    )
+    register_layer(
+        "dense",
+        lambda x, layers, sigmoid: _Dense(len(layers) // 2, sigmoid),
+        lambda grad, x, layers, values, sigmoid, inputs: _Dense(len(layers) // 2, sigmoid),
+        lambda x, layers, sigmoid: [x.new_empty(x.shape[0], w.shape[0]) for w in (layers[-2], *layers[:-2:2])],
+        lambda grad, x, layers, values, sigmoid, inputs: empty_like(*[x] if inputs else [], *layers),
     )
     register_layer(
         "invariant",

@@ -53,8 +53,29 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+@dataclass(frozen=True)
+class Layer:
+    """What an operation is to compute: the layer of a table, with its activation, or the invariant layer of one."""
+
+    table: Table
+    activation: str | None = None
+    is_invariant: bool = False
+
+
+@dataclass(frozen=True)
+class DenseLayers:
+    """What an operation is to compute: so many dense layers with ReLU between them, and a sigmoid behind them or not."""
+
+    count: int
+    sigmoid: bool
+
+
 class Operation(Protocol):
     """An operator and its arguments that are no tensors; `tensors` are all the others, in the order of its schema."""
+
+    @property
+    def inputs(self) -> int:
+        """How many of the tensors come first and are no parameters."""
 
     @property
     def count(self) -> int:
@@ -73,6 +94,64 @@ class Operation(Protocol):
 
     def in_torch(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The outputs by the `torch` backend."""
+
+
+class Stacked:
+    """Operations one after another, as one: the outputs of each are the inputs of the next. The tensors are the inputs
+    of the first and the parameters of all of them. Keeps what all of them keep until its backward pass is over."""
+
+    def __init__(self, operations: Sequence[Operation]):
+        self.operations = operations
+        self.own = [operation.count - operation.inputs for operation in operations]
+        self.kept: list[int] = []  # how many tensors are kept for each operation, its inputs among them
+        self.outputs = 0
+
+    @property
+    def inputs(self) -> int:
+        return self.operations[0].inputs
+
+    @property
+    def count(self) -> int:
+        return self.inputs + sum(self.own)
+
+    def forward(self, tensors: Sequence[Tensor], training: bool) -> list[Tensor]:
+        x, at, kept = list(tensors[: self.inputs]), self.inputs, []
+        for operation, own in zip(self.operations, self.own, strict=True):
+            outputs, more = operation.keep(operation.forward((*x, *tensors[at : at + own]), training))
+            kept += [*x, *more]
+            self.kept.append(len(x) + len(more))
+            x, at = outputs, at + own
+        self.outputs = len(x)
+        return [*x, *kept]
+
+    def keep(self, results: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        return results[: self.outputs], results[self.outputs :]
+
+    def backward(
+        self, grads: Sequence[Tensor], tensors: Sequence[Tensor], kept: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        found: list[Tensor | None] = [None] * len(tensors)
+        at, end = len(tensors), len(kept)
+        for operation, own, count in zip(*map(reversed, (self.operations, self.own, self.kept)), strict=True):
+            at, begin, inputs = at - own, end - count, operation.inputs
+            parameters = slice(at, at + own)
+            further = any(wanted[:at])
+            x, more = kept[begin : begin + inputs], kept[begin + inputs : end]
+            results = operation.backward(
+                grads, (*x, *tensors[parameters]), more, [*[further] * inputs, *wanted[parameters]]
+            )
+            found[parameters] = results[inputs:]
+            if not further:
+                return found
+            grads, end = results[:inputs], begin
+        found[:at] = grads
+        return found
+
+    def in_torch(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        x, at = tensors[: self.inputs], self.inputs
+        for operation, own in zip(self.operations, self.own, strict=True):
+            x, at = operation.in_torch(*x, *tensors[at : at + own]), at + own
+        return x
 
 
 def run(operation: Operation, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
@@ -151,6 +230,10 @@ class Equivariant:
     activation: int
 
     @property
+    def inputs(self) -> int:
+        return 2 * self.L
+
+    @property
     def count(self) -> int:
         return 4 * self.L + 1
 
@@ -173,6 +256,10 @@ class Invariant:
     """tensors: weights, biases, matrix, psi. The operator returns its output and what the backward pass needs."""
 
     L: int
+
+    @property
+    def inputs(self) -> int:
+        return 2 * self.L
 
     @property
     def count(self) -> int:
