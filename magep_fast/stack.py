@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from magep_fast import ops
 from magep_fast.layers import MagepEquivariant, MagepInvariant, MonomialEquivariant
 from magep_fast.ops.autocast import autocast_dtype
-from magep_fast.ops.backends import Backend, choose_backend
+from magep_fast.ops.backends import choose_backend
 from magep_fast.ops.operations import DenseLayers, Layer, Operation, transformed
 from magep_fast.spaces import WeightFeatures
 
@@ -43,6 +43,8 @@ class Stack(nn.Sequential):
 
     def forward(self, input: Any) -> Any:
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed():  # type: ignore[attr-defined]
+            return super().forward(input)
+        if torch._C._len_torch_dispatch_stack():  # what looks at operators sees those of layers
             return super().forward(input)
         if self._plan is None or not self._plan.is_current():
             self._plan = _Plan(self)
@@ -138,49 +140,45 @@ class _Run:
 
     def __init__(self, layers: list[_Polynomial], dense: list[nn.Module]):
         self.layers, self.modules = layers, [*layers, *dense]
-        self.dense = [DenseLayers((len(dense) + 1) // 2, type(dense[-1]) is nn.Sigmoid)] if dense else []
-        self.known: dict[tuple[object, ...], list[Operation] | None] = {}
+        self.dense = DenseLayers((len(dense) + 1) // 2, type(dense[-1]) is nn.Sigmoid) if dense else None
+        widest = max(layer.table.in_channels for layer in layers)
+        self.growth = widest / layers[0].table.in_channels  # of features, in the layer that has most
+        self.known: dict[tuple[object, ...], Operation | None] = {}
 
     def __call__(self, features: WeightFeatures) -> Any:
         self.layers[0]._check(features)
-        operations = self._operations(features)
-        if operations is None:
+        operation = self._operation(features)
+        if operation is None:
             for module in self.modules:
                 features = module(features)
             return features
         parameters = [p for module in self.modules for p in module._parameters.values() if p is not None]
-        outputs = ops.stack(operations, features.tensors(), parameters)
+        outputs = ops.stack(operation, features.tensors(), parameters)
         if _ends(self.layers):
             return outputs[0]
         return WeightFeatures(outputs[: features.num_layers], outputs[features.num_layers :])
 
-    def _operations(self, features: WeightFeatures) -> list[Operation] | None:
+    def _operation(self, features: WeightFeatures) -> Operation | None:
         """What to run, or None for one module after the other."""
-        channels = max(layer.table.in_channels for layer in self.layers)
-        numbers = features.batch_size * features.numbers_per_network * channels // self.layers[0].table.in_channels
-        if features.batch_size > MOST_NETWORKS or numbers > LARGEST or autocast_dtype(features) is not None:
+        batch = features.batch_size
+        if not 0 < batch <= MOST_NETWORKS or batch * features.numbers_per_network * self.growth > LARGEST:
             return None
-        backend = choose_backend(self.layers[0].backend, features.device, features.dtype, features)
-        kinds = tuple((layer.backend, getattr(layer, "activation", None)) for layer in self.layers)
-        key = (backend.name, *kinds)
-        if key not in self.known:
-            same = len({name for name, _ in kinds}) == 1
-            self.known[key] = self._operations_of(backend) if same else None
+        if autocast_dtype(features) is not None or type(features.biases[0]) is not Tensor:
+            return None
         # Layers of another dtype or device say so themselves.
         if any(not _is_like(module, features) for module in self.modules):
             return None
+        backend = choose_backend(self.layers[0].backend, features.device, features.dtype, features)
+        wanted = [(layer.backend, getattr(layer, "activation", None)) for layer in self.layers]
+        key = (backend.name, features.dtype, *wanted)
+        if key not in self.known:
+            described = [
+                Layer(layer.table, activation, type(layer) is MagepInvariant)
+                for layer, (_, activation) in zip(self.layers, wanted, strict=True)
+            ]
+            alike = len({name for name, _ in wanted}) == 1
+            self.known[key] = backend.stack_of(described, self.dense, features.dtype) if alike else None
         return self.known[key]
-
-    def _operations_of(self, backend: Backend) -> list[Operation] | None:
-        described: list[Layer | DenseLayers] = [
-            Layer(layer.table, is_invariant=True)
-            if isinstance(layer, MagepInvariant)
-            else Layer(layer.table, layer.activation)
-            for layer in self.layers
-        ]
-        found = [backend.operation_of(layer) for layer in (*described, *self.dense)]
-        operations = [operation for operation in found if operation is not None]
-        return operations if len(operations) == len(found) else None
 
 
 def _is_like(module: nn.Module, features: WeightFeatures) -> bool:

@@ -34,7 +34,7 @@ register_backend(
         native.invariant,
         missing_library,
         native.unsupported,
-        native.operation_of,
+        native.stack_of,
     ),
 )
 register_backend(

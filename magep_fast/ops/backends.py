@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -31,7 +31,7 @@ class Backend:
         invariant: `(table, weights, biases, matrix, psi) -> [B, out_features]`.
         missing: why the backend cannot run on this machine at all, or None.
         unsupported: why it cannot take tensors of this device and dtype, or None.
-        operation_of: the operation that computes a layer, which `ops.stack` can run together with others, or None.
+        stack_of: `(layers, dense, dtype) -> operation` that computes them one after another, or None if it has none.
         automatic: whether "auto" may choose it.
         hands_over: (name, size): "auto" gives networks of more than `size` numbers to that backend instead, where it
             can take them.
@@ -43,7 +43,7 @@ class Backend:
     invariant: Callable[..., Tensor]
     missing: Callable[[], str | None] = _always
     unsupported: Callable[[torch.device, torch.dtype], str | None] = _always
-    operation_of: Callable[[Layer | DenseLayers], Operation | None] = _always
+    stack_of: Callable[[Sequence[Layer], DenseLayers | None, torch.dtype], Operation | None] = _always
     automatic: bool = True
     hands_over: tuple[str, int] | None = None
 

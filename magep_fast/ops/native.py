@@ -82,10 +82,8 @@ def invariant(
     return run(operation, (*weights, *biases, matrix, psi))[0]
 
 
-def operation_of(layer: Layer | DenseLayers) -> Operation | None:
+def operation_of(layer: Layer) -> _Linear | _Equivariant | _Invariant | None:
     """The operation for a layer, or None if no kernel computes it."""
-    if isinstance(layer, DenseLayers):
-        return _Dense(layer.count, layer.sigmoid)
     table = layer.table
     if not has_kernel(table) or (layer.is_invariant and not table.pairs):
         return None
@@ -95,8 +93,22 @@ def operation_of(layer: Layer | DenseLayers) -> Operation | None:
     return (_Equivariant if table.pairs else _Linear)(L, table.out_channels, ACTIVATIONS.index(layer.activation))
 
 
+def stack_of(layers: Sequence[Layer], dense: DenseLayers | None, dtype: torch.dtype) -> Operation | None:
+    """The operation for layers one after another, dense ones behind them, or None if there is none."""
+    parts = [operation_of(layer) for layer in layers]
+    known = [part for part in parts if part is not None]
+    if dtype not in (torch.float32, torch.float64) or len(known) < len(parts):
+        return None
+    return _Stack.of([*known, _Dense(dense.count, dense.sigmoid)] if dense else known)
+
+
 class _Equivariant(Equivariant):
     num_factors = 1
+
+    @property
+    def code(self) -> tuple[int, int, int]:
+        """As csrc/stack.h has it."""
+        return 1, self.out_channels, self.activation
 
     def forward(self, tensors: Sequence[Tensor], training: bool) -> list[Tensor]:
         weights, biases, (*matrices, psi) = split(self.L, tensors)
@@ -129,6 +141,10 @@ class _Linear:
     @property
     def count(self) -> int:
         return 4 * self.L
+
+    @property
+    def code(self) -> tuple[int, int, int]:
+        return 0, self.out_channels, self.activation
 
     def forward(self, tensors: Sequence[Tensor], training: bool) -> list[Tensor]:
         return torch.ops.magep_fast.linear.default(
@@ -164,6 +180,8 @@ def _out_taps(n_0: int, n_L: int, matrices: Sequence[Tensor], out_channels: int)
 
 
 class _Invariant(Invariant):
+    code: ClassVar[tuple[int, int, int]] = (2, 0, 0)
+
     def forward(self, tensors: Sequence[Tensor], training: bool) -> list[Tensor]:
         weights, biases, (matrix, psi) = split(self.L, tensors)
         return torch.ops.magep_fast.invariant.default(weights, biases, matrix, psi)
@@ -177,7 +195,7 @@ class _Invariant(Invariant):
 
 @dataclass(frozen=True)
 class _Dense:
-    """tensors: x, then weight and bias of each layer."""
+    """Part of a stack. tensors: x, then weight and bias of each layer."""
 
     layers: int
     sigmoid: bool
@@ -187,25 +205,65 @@ class _Dense:
     def count(self) -> int:
         return 1 + 2 * self.layers
 
-    def forward(self, tensors: Sequence[Tensor], training: bool) -> list[Tensor]:
-        return torch.ops.magep_fast.dense.default(tensors[0], list(tensors[1:]), self.sigmoid)
-
-    def keep(self, results: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        return results[:1], results
-
-    def backward(
-        self, grads: Sequence[Tensor], tensors: Sequence[Tensor], kept: Sequence[Tensor], wanted: Sequence[bool]
-    ) -> list[Tensor | None]:
-        found = torch.ops.magep_fast.dense_backward.default(
-            grads[0], tensors[0], list(tensors[1:]), list(kept), self.sigmoid, wanted[0]
-        )
-        return found if wanted[0] else [None, *found]
+    @property
+    def code(self) -> tuple[int, int, int]:
+        return 3, self.layers, int(self.sigmoid)
 
     def in_torch(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         x, *layers = tensors
         for k in range(self.layers):
             x = nn.functional.linear(x if k == 0 else x.relu(), *layers[2 * k : 2 * k + 2])
         return (x.sigmoid() if self.sigmoid else x,)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Layers one after another: each takes the outputs of the one before. tensors: weights, biases, then the parameters
+    of each."""
+
+    parts: tuple[_Linear | _Equivariant | _Invariant | _Dense, ...]
+    inputs: int
+    outputs: int
+    codes: list[int]
+    count: int
+
+    @staticmethod
+    def of(parts: Sequence[_Linear | _Equivariant | _Invariant | _Dense]) -> _Stack:
+        inputs = parts[0].inputs
+        outputs = inputs if isinstance(parts[-1], (_Linear, _Equivariant)) else 1
+        count = inputs + sum(part.count - part.inputs for part in parts)
+        return _Stack(tuple(parts), inputs, outputs, [number for part in parts for number in part.code], count)
+
+    def forward(self, tensors: Sequence[Tensor], training: bool) -> list[Tensor]:
+        return torch.ops.magep_fast._stack.default(
+            list(tensors[: self.inputs]), list(tensors[self.inputs :]), self.codes
+        )
+
+    def keep(self, results: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        return results[: self.outputs], results
+
+    def backward(
+        self, grads: Sequence[Tensor], tensors: Sequence[Tensor], kept: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        inputs = any(wanted[: self.inputs])
+        *outputs, workspace = kept
+        found = torch.ops.magep_fast._stack_backward.default(
+            list(grads),
+            list(tensors[: self.inputs]),
+            list(tensors[self.inputs :]),
+            outputs,
+            workspace,
+            self.codes,
+            inputs,
+        )
+        return found if inputs else [None] * self.inputs + found
+
+    def in_torch(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        x, at = tensors[: self.inputs], self.inputs
+        for part in self.parts:
+            own = part.count - part.inputs
+            x, at = part.in_torch(*x, *tensors[at : at + own]), at + own
+        return x
 
 
 def register() -> None:
@@ -316,13 +374,6 @@ def _register_layers() -> None:
         lambda grads, weights, biases, matrices, known, e, f, inputs: empty_like(
             *(*weights, *biases) if inputs else (), *matrices
         ),
-    )
-    register_layer(
-        "dense",
-        lambda x, layers, sigmoid: _Dense(len(layers) // 2, sigmoid),
-        lambda grad, x, layers, values, sigmoid, inputs: _Dense(len(layers) // 2, sigmoid),
-        lambda x, layers, sigmoid: [x.new_empty(x.shape[0], w.shape[0]) for w in (layers[-2], *layers[:-2:2])],
-        lambda grad, x, layers, values, sigmoid, inputs: empty_like(*[x] if inputs else [], *layers),
     )
     register_layer(
         "invariant",

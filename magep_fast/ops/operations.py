@@ -96,64 +96,6 @@ class Operation(Protocol):
         """The outputs by the `torch` backend."""
 
 
-class Stacked:
-    """Operations one after another, as one: the outputs of each are the inputs of the next. The tensors are the inputs
-    of the first and the parameters of all of them. Keeps what all of them keep until its backward pass is over."""
-
-    def __init__(self, operations: Sequence[Operation]):
-        self.operations = operations
-        self.own = [operation.count - operation.inputs for operation in operations]
-        self.kept: list[int] = []  # how many tensors are kept for each operation, its inputs among them
-        self.outputs = 0
-
-    @property
-    def inputs(self) -> int:
-        return self.operations[0].inputs
-
-    @property
-    def count(self) -> int:
-        return self.inputs + sum(self.own)
-
-    def forward(self, tensors: Sequence[Tensor], training: bool) -> list[Tensor]:
-        x, at, kept = list(tensors[: self.inputs]), self.inputs, []
-        for operation, own in zip(self.operations, self.own, strict=True):
-            outputs, more = operation.keep(operation.forward((*x, *tensors[at : at + own]), training))
-            kept += [*x, *more]
-            self.kept.append(len(x) + len(more))
-            x, at = outputs, at + own
-        self.outputs = len(x)
-        return [*x, *kept]
-
-    def keep(self, results: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        return results[: self.outputs], results[self.outputs :]
-
-    def backward(
-        self, grads: Sequence[Tensor], tensors: Sequence[Tensor], kept: Sequence[Tensor], wanted: Sequence[bool]
-    ) -> list[Tensor | None]:
-        found: list[Tensor | None] = [None] * len(tensors)
-        at, end = len(tensors), len(kept)
-        for operation, own, count in zip(*map(reversed, (self.operations, self.own, self.kept)), strict=True):
-            at, begin, inputs = at - own, end - count, operation.inputs
-            parameters = slice(at, at + own)
-            further = any(wanted[:at])
-            x, more = kept[begin : begin + inputs], kept[begin + inputs : end]
-            results = operation.backward(
-                grads, (*x, *tensors[parameters]), more, [*[further] * inputs, *wanted[parameters]]
-            )
-            found[parameters] = results[inputs:]
-            if not further:
-                return found
-            grads, end = results[:inputs], begin
-        found[:at] = grads
-        return found
-
-    def in_torch(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        x, at = tensors[: self.inputs], self.inputs
-        for operation, own in zip(self.operations, self.own, strict=True):
-            x, at = operation.in_torch(*x, *tensors[at : at + own]), at + own
-        return x
-
-
 def run(operation: Operation, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
     training = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if torch.compiler.is_compiling():  # a graph holds operators

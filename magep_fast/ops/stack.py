@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from magep_fast.ops.operations import Operation, Stacked, run
+from magep_fast.ops.operations import Operation, run
 
 
-def stack(operations: Sequence[Operation], inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The outputs of the last operation.
+def stack(operation: Operation, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The outputs of the last layer.
 
     Args:
-        operations: of `Backend.operation_of`, each taking the outputs of the one before.
-        inputs: of the first.
-        parameters: of all of them, in order.
+        operation: of `Backend.stack_of`.
+        inputs: weights and biases, which the first layer takes.
+        parameters: of all layers, in order.
     """
-    return run(Stacked(operations), (*inputs, *parameters))
+    return run(operation, (*inputs, *parameters))

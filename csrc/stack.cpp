@@ -1,0 +1,305 @@
+#include "stack.h"
+
+#include "tensors.h"
+
+namespace magep {
+namespace {
+
+int64_t numbers(const Sizes& shape) {
+  int64_t count = 1;
+  for (int64_t n : shape) count *= n;
+  return count;
+}
+
+// Arrays one behind the other, each at a multiple of a cache line.
+int64_t room(const Sizes& shape) { return (numbers(shape) + 15) / 16 * 16; }
+int64_t room(const std::vector<Sizes>& shapes) {
+  int64_t total = 0;
+  for (const Sizes& shape : shapes) total += room(shape);
+  return total;
+}
+template <typename T>
+std::vector<T*> arrays(T* first, const std::vector<Sizes>& shapes) {
+  std::vector<T*> data;
+  for (const Sizes& shape : shapes) {
+    data.push_back(first);
+    first += room(shape);
+  }
+  return data;
+}
+
+// One layer of a stack: its sizes, its share of the parameters, and where the workspace has what it keeps.
+struct Stage {
+  StageKind kind = StageKind::linear;
+  Activation f = Activation::none;
+  Shape shape{};         // of an equivariant or invariant layer
+  LinearShape linear{};  // of a linear one
+  DenseShape dense{};    // of dense ones
+  size_t first = 0;      // of its parameters
+  std::vector<Sizes> parameters, inputs, outputs;
+  std::vector<Sizes> hidden;  // values of dense layers but the last
+  // Where the workspace has its outputs (of dense layers: `hidden`), those before sin, and what its kernel saves,
+  // saved_size numbers a network.
+  int64_t kept = 0, before = 0, saved = 0, saved_size = 0;
+};
+
+struct Plan {
+  std::vector<Stage> stages;
+  int64_t workspace = 0;
+
+  const Stage& last() const { return stages.back(); }
+  int64_t batch() const { return stages[0].inputs[0][0]; }
+  std::vector<Sizes> parameter_shapes() const {
+    std::vector<Sizes> shapes;
+    for (const Stage& stage : stages) shapes.insert(shapes.end(), stage.parameters.begin(), stage.parameters.end());
+    return shapes;
+  }
+  int64_t most_features() const {
+    int64_t most = 0;
+    for (const Stage& stage : stages) most = std::max(most, room(stage.inputs));
+    return most;
+  }
+};
+
+// Consecutive parameters of a stage; an error if there are not as many.
+std::vector<Tensor> share(const char* op, const std::vector<Tensor>& parameters, size_t first, size_t count) {
+  STD_TORCH_CHECK(first + count <= parameters.size(), op, ": expected at least ", first + count,
+                  " parameters for these layers; found ", parameters.size());
+  return {parameters.begin() + static_cast<int64_t>(first), parameters.begin() + static_cast<int64_t>(first + count)};
+}
+
+Plan plan_of(const char* op, const std::vector<Tensor>& features, const std::vector<Tensor>& parameters,
+             const std::vector<int64_t>& layers) {
+  STD_TORCH_CHECK(!layers.empty() && layers.size() % 3 == 0, op, ": expected three numbers for each layer; found ",
+                  layers.size());
+  const size_t L = features.size() / 2;
+  STD_TORCH_CHECK(features.size() == 2 * L && L >= 2, op,
+                  ": expected as many weights as biases, at least two of each; found ", features.size(), " tensors");
+  FeatureSizes now = sizes_of_features(op, {features.begin(), features.begin() + static_cast<int64_t>(L)},
+                                       {features.begin() + static_cast<int64_t>(L), features.end()});
+  Plan plan;
+  size_t first = 0;
+  for (size_t k = 0; k < layers.size(); k += 3) {
+    Stage stage;
+    stage.kind = static_cast<StageKind>(layers[k]);
+    const int64_t width = layers[k + 1], flag = layers[k + 2];
+    const bool on_features = k == 0 || plan.last().kind < StageKind::invariant;
+    stage.first = first;
+    stage.inputs = on_features ? feature_shapes(now.B, now.channels, now.d, now.n) : plan.last().outputs;
+    if (stage.kind != StageKind::dense)
+      STD_TORCH_CHECK(on_features, op, ": layer ", k / 3, " of a stack has no features to take");
+    if (stage.kind == StageKind::equivariant || stage.kind == StageKind::invariant)
+      for (int64_t channels : now.channels)
+        STD_TORCH_CHECK(channels == now.d, op, ": layer ", k / 3, " takes one weight for each connection");
+    switch (stage.kind) {
+      case StageKind::linear: {
+        stage.f = activation_of(op, flag);
+        stage.linear = linear_shape(op, now, share(op, parameters, first, 2 * L), width);
+        stage.parameters = matrix_shapes(stage.linear);
+        now.channels = stage.linear.out;
+        now.d = width;
+        break;
+      }
+      case StageKind::equivariant: {
+        stage.f = activation_of(op, flag);
+        STD_TORCH_CHECK(now.d >= 1 && width >= 1, op, ": expected at least one channel in and out; found ", now.d,
+                        " and ", width);
+        stage.shape = with_sharing({now.B, now.d, width, now.n}, share(op, parameters, first, 2 * L));
+        stage.parameters = matrix_shapes(stage.shape);
+        stage.parameters.push_back(psi_shape(stage.shape));
+        stage.saved_size = saved_size(stage.shape, Operation::equivariant);
+        now.d = width;
+        now.channels.assign(L, width);
+        break;
+      }
+      case StageKind::invariant: {
+        const auto matrix = share(op, parameters, first, 1);
+        stage.shape = with_sharing({now.B, now.d, rows_of(op, matrix[0]), now.n}, matrix);
+        stage.parameters = matrix_shapes(stage.shape, false);
+        stage.parameters.push_back(psi_shape(stage.shape, false));
+        stage.saved_size = saved_size(stage.shape, Operation::invariant);
+        stage.outputs = {{now.B, stage.shape.e}};
+        break;
+      }
+      case StageKind::dense: {
+        STD_TORCH_CHECK(k > 0 && plan.last().kind == StageKind::invariant && width >= 1, op,
+                        ": dense layers, at least one, must follow an invariant layer");
+        stage.dense = {now.B, {plan.last().shape.e}, flag != 0};
+        const auto own = share(op, parameters, first, 2 * static_cast<size_t>(width));
+        for (size_t p = 0; p < own.size(); p += 2) {
+          stage.dense.widths.push_back(rows_of(op, own[p]));
+          stage.parameters.push_back({stage.dense.widths[p / 2 + 1], stage.dense.widths[p / 2]});
+          stage.parameters.push_back({stage.dense.widths[p / 2 + 1]});
+          stage.hidden.push_back({now.B, stage.dense.widths[p / 2 + 1]});
+        }
+        stage.outputs = {stage.hidden.back()};
+        stage.hidden.pop_back();
+        break;
+      }
+      default: STD_TORCH_CHECK(false, op, ": a layer's kind must be 0, 1, 2 or 3; found ", layers[k]);
+    }
+    if (stage.kind < StageKind::invariant) stage.outputs = feature_shapes(now.B, now.channels, now.d, now.n);
+    first += stage.parameters.size();
+    plan.stages.push_back(stage);
+  }
+  STD_TORCH_CHECK(first == parameters.size(), op, ": expected ", first, " parameters for these layers; found ",
+                  parameters.size());
+  for (Stage& stage : plan.stages) {
+    const auto reserve = [&](int64_t count) {
+      const int64_t at = plan.workspace;
+      plan.workspace += count;
+      return at;
+    };
+    stage.kept = reserve(stage.kind == StageKind::dense  ? room(stage.hidden)
+                         : &stage == &plan.stages.back() ? 0
+                                                         : room(stage.outputs));
+    if (stage.f == Activation::sin) stage.before = reserve(room(stage.outputs));
+    if (stage.kind == StageKind::equivariant || stage.kind == StageKind::invariant)
+      stage.saved = reserve(room(Sizes{now.B, stage.saved_size}));
+  }
+  return plan;
+}
+
+// The values of dense layers as their kernels want them: the outputs, then the others.
+template <typename T>
+std::vector<T*> dense_values(const Stage& stage, T* outputs, T* workspace) {
+  std::vector<T*> values{outputs};
+  for (T* hidden : arrays(workspace + stage.kept, stage.hidden)) values.push_back(hidden);
+  return values;
+}
+
+template <typename T>
+void forward(const Plan& plan, std::vector<const T*> x, const T* const* parameters, const std::vector<T*>& results,
+             T* workspace, const Parallel& parallel) {
+  const Kernels<T, T>& kernel = kernels().of<T, T>();
+  for (const Stage& stage : plan.stages) {
+    const T* const* own = parameters + stage.first;
+    const int64_t L = static_cast<int64_t>(x.size()) / 2;
+    const auto y = &stage == &plan.last() ? results : arrays(workspace + stage.kept, stage.outputs);
+    std::vector<T*> before;
+    if (stage.f == Activation::sin) before = arrays(workspace + stage.before, stage.outputs);
+    T* const* b = before.empty() ? nullptr : before.data();
+    const Outputs<T> out{y.data(), y.data() + L, b, b ? b + L : nullptr, stage.f};
+    switch (stage.kind) {
+      case StageKind::linear: kernel.linear_forward(stage.linear, x.data(), x.data() + L, own, out, parallel); break;
+      case StageKind::equivariant:
+        kernel.equivariant_forward(stage.shape, x.data(), x.data() + L, own, own[2 * L], out, workspace + stage.saved,
+                                   parallel);
+        break;
+      case StageKind::invariant:
+        kernel.invariant_forward(stage.shape, x.data(), x.data() + L, own[0], spread_psi(stage.shape, own[1]).data(),
+                                 y[0], workspace + stage.saved, parallel);
+        break;
+      case StageKind::dense:
+        kernel.dense_forward(stage.dense, x[0], own, dense_values(stage, y[0], workspace).data(), parallel);
+        break;
+    }
+    x.assign(y.begin(), y.end());
+  }
+}
+
+// x_bar: where the gradients of the features go; empty if nobody asks for them.
+template <typename T>
+void backward(const Plan& plan, std::vector<const T*> bars, const std::vector<const T*>& features,
+              const T* const* parameters, const std::vector<const T*>& outputs, const T* workspace,
+              const std::vector<T*>& x_bar, T* const* parameters_bar, const Parallel& parallel) {
+  const Kernels<T, T>& kernel = kernels().of<T, T>();
+  // Gradients of what lies between layers, for one layer and the next in turn.
+  thread_local std::vector<T> memory;
+  const int64_t most = plan.most_features();
+  if (static_cast<int64_t>(memory.size()) < 2 * most) memory.resize(2 * most);
+  for (size_t k = plan.stages.size(); k-- > 0;) {
+    const Stage& stage = plan.stages[k];
+    const T* const* own = parameters + stage.first;
+    T* const* own_bar = parameters_bar + stage.first;
+    const auto x = k == 0 ? features : arrays(workspace + plan.stages[k - 1].kept, stage.inputs);
+    const auto y = &stage == &plan.last() ? outputs : arrays(workspace + stage.kept, stage.outputs);
+    const bool wanted = k > 0 || !x_bar.empty();
+    const auto bar = k == 0 && wanted ? x_bar : arrays(memory.data() + k % 2 * most, stage.inputs);
+    const int64_t L = static_cast<int64_t>(x.size()) / 2;
+    const auto known = stage.f == Activation::sin ? arrays(workspace + stage.before, stage.outputs) : y;
+    const OutputGradients<T> out_bar{bars.data(), bars.data() + L, known.data(), known.data() + L, stage.f};
+    switch (stage.kind) {
+      case StageKind::linear:
+        kernel.linear_backward(stage.linear, out_bar, x.data(), x.data() + L, own, wanted ? bar.data() : nullptr,
+                               wanted ? bar.data() + L : nullptr, own_bar, parallel);
+        break;
+      case StageKind::equivariant:
+        kernel.equivariant_backward(stage.shape, out_bar, x.data(), x.data() + L, own, own[2 * L],
+                                    workspace + stage.saved, bar.data(), bar.data() + L, own_bar, own_bar[2 * L],
+                                    parallel);
+        break;
+      case StageKind::invariant: {
+        std::vector<T> psi_bar(stage.shape.psi_size());
+        kernel.invariant_backward(stage.shape, bars[0], x.data(), x.data() + L, own[0],
+                                  spread_psi(stage.shape, own[1]).data(), workspace + stage.saved, bar.data(),
+                                  bar.data() + L, own_bar[0], psi_bar.data(), parallel);
+        gather_psi(stage.shape, psi_bar.data(), own_bar[1]);
+        break;
+      }
+      case StageKind::dense:
+        kernel.dense_backward(stage.dense, bars[0], x[0], own, dense_values(stage, y[0], workspace).data(), bar[0],
+                              own_bar, parallel);
+        break;
+    }
+    bars.assign(bar.begin(), bar.end());
+  }
+}
+
+// Calls body with the type of features and parameters: float or double.
+template <typename Body>
+auto with_type(ScalarType dtype, const char* op, Body&& body) {
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double, op,
+                  ": expected float32 or float64 features");
+  return with_types(dtype, op, [&](auto storage, auto compute) {
+    if constexpr (std::is_same_v<decltype(storage), decltype(compute)>)
+      return body(compute);
+    else
+      return std::vector<Tensor>{};
+  });
+}
+
+}  // namespace
+
+std::vector<Tensor> stack(std::vector<Tensor> features, std::vector<Tensor> parameters, std::vector<int64_t> layers) {
+  const char* op = "magep_fast::_stack";
+  const Plan plan = plan_of(op, features, parameters, layers);
+  const ScalarType dtype = features[0].scalar_type();
+  return with_type(dtype, op, [&](auto type) {
+    using T = decltype(type);
+    const auto x = checked<T>(features, op, "features", plan.stages[0].inputs, dtype);
+    const auto phi = checked<T>(parameters, op, "parameters", plan.parameter_shapes(), dtype);
+    std::vector<Tensor> results;
+    const auto y = allocate<T>(results, features[0], plan.last().outputs, dtype);
+    const auto workspace = allocate<T>(results, features[0], {{plan.workspace}}, dtype);
+    if (plan.batch() > 0)
+      forward<T>(plan, x.data, phi.get(), y, workspace[0], torch_threads());
+    return results;
+  });
+}
+
+std::vector<Tensor> stack_backward(std::vector<Tensor> grads, std::vector<Tensor> features,
+                                   std::vector<Tensor> parameters, std::vector<Tensor> outputs, Tensor workspace,
+                                   std::vector<int64_t> layers, bool inputs) {
+  const char* op = "magep_fast::_stack_backward";
+  const Plan plan = plan_of(op, features, parameters, layers);
+  const ScalarType dtype = features[0].scalar_type();
+  return with_type(dtype, op, [&](auto type) {
+    using T = decltype(type);
+    const auto bars = checked<T>(grads, op, "grads", plan.last().outputs, dtype);
+    const auto x = checked<T>(features, op, "features", plan.stages[0].inputs, dtype);
+    const auto phi = checked<T>(parameters, op, "parameters", plan.parameter_shapes(), dtype);
+    const auto y = checked<T>(outputs, op, "outputs", plan.last().outputs, dtype);
+    const auto kept = checked<T>({workspace}, op, "workspace", {{plan.workspace}}, dtype);
+    std::vector<Tensor> results;
+    std::vector<T*> x_bar;
+    if (inputs) x_bar = allocate<T>(results, features[0], plan.stages[0].inputs, dtype);
+    const auto phi_bar = allocate<T>(results, features[0], plan.parameter_shapes(), dtype);
+    if (plan.batch() > 0)
+      backward<T>(plan, bars.data, x.data, phi.get(), y.data, kept.data[0], x_bar, phi_bar.data(), torch_threads());
+    finish(results, x_bar.size(), plan.batch(), dtype);
+    return results;
+  });
+}
+
+}  // namespace magep

@@ -1,0 +1,32 @@
+// Layers one after another as one operator: what lies between them never becomes a tensor of its own.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace magep {
+
+// What a layer of a stack is, three numbers each: its kind, then
+//   linear, equivariant   channels out, activation
+//   invariant             0, 0
+//   dense                 how many dense layers with ReLU between them, whether a sigmoid follows
+// In front of a linear, equivariant or invariant one only linear and equivariant ones may stand; a dense one comes last,
+// behind an invariant one.
+enum class StageKind : int64_t { linear, equivariant, invariant, dense };
+
+// features: weights, then biases. parameters: the matrices and psi of each layer, weight and bias of each dense one.
+// -> outputs (weights and biases, or one tensor [B, n]), then a workspace that the backward pass needs
+std::vector<torch::stable::Tensor> stack(std::vector<torch::stable::Tensor> features,
+                                         std::vector<torch::stable::Tensor> parameters, std::vector<int64_t> layers);
+
+// -> gradients of parameters, and with `inputs` before them those of features
+std::vector<torch::stable::Tensor> stack_backward(std::vector<torch::stable::Tensor> grads,
+                                                  std::vector<torch::stable::Tensor> features,
+                                                  std::vector<torch::stable::Tensor> parameters,
+                                                  std::vector<torch::stable::Tensor> outputs,
+                                                  torch::stable::Tensor workspace, std::vector<int64_t> layers,
+                                                  bool inputs);
+
+}  // namespace magep
