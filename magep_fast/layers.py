@@ -21,6 +21,7 @@ class _PolynomialLayer(nn.Module):
     """Parameters of a table: one matrix per output, and the connections `psi`."""
 
     psi: nn.Parameter | None
+    activation: str | None = None
     _accepted: list[object] | None = None  # the signature of the last features that were checked
 
     def __init__(

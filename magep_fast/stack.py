@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as torch_module
 
 from magep_fast import ops
 from magep_fast.layers import MagepEquivariant, MagepInvariant, MonomialEquivariant
 from magep_fast.ops.autocast import autocast_dtype
-from magep_fast.ops.backends import choose_backend
+from magep_fast.ops.backends import Backend, choose_backend
 from magep_fast.ops.operations import DenseLayers, Layer, Operation, transformed
 from magep_fast.spaces import WeightFeatures
 
@@ -143,10 +143,10 @@ class _Run:
         self.dense = DenseLayers((len(dense) + 1) // 2, type(dense[-1]) is nn.Sigmoid) if dense else None
         widest = max(layer.table.in_channels for layer in layers)
         self.growth = widest / layers[0].table.in_channels  # of features, in the layer that has most
-        self.known: dict[tuple[object, ...], Operation | None] = {}
+        self.accepted: list[object] | None = None  # the signature of the last features that fitted
+        self.known: tuple[list[object], Operation | None] = [], None  # the operation, and what it was found for
 
     def __call__(self, features: WeightFeatures) -> Any:
-        self.layers[0]._check(features)
         operation = self._operation(features)
         if operation is None:
             for module in self.modules:
@@ -160,25 +160,33 @@ class _Run:
 
     def _operation(self, features: WeightFeatures) -> Operation | None:
         """What to run, or None for one module after the other."""
+        first = self.layers[0]
+        signature = first._signature(features)
+        if signature is None or signature != self.accepted:
+            first._check(features)
+            if signature is None or not self._fits(features):
+                return None
+            self.accepted = signature
+        backend = choose_backend(first.backend, features.device, features.dtype, features)
+        key = [backend.name, features.dtype]
+        for layer in self.layers:
+            key += (layer.backend, layer.activation)
+        if key != self.known[0]:
+            self.known = key, self._found(backend, features.dtype)
+        return self.known[1]
+
+    def _fits(self, features: WeightFeatures) -> bool:
         batch = features.batch_size
         if not 0 < batch <= MOST_NETWORKS or batch * features.numbers_per_network * self.growth > LARGEST:
+            return False
+        # Layers of another dtype or device than the features say so themselves.
+        return autocast_dtype(features) is None and all(_is_like(module, features) for module in self.modules)
+
+    def _found(self, backend: Backend, dtype: torch.dtype) -> Operation | None:
+        if len({layer.backend for layer in self.layers}) > 1:
             return None
-        if autocast_dtype(features) is not None or type(features.biases[0]) is not Tensor:
-            return None
-        # Layers of another dtype or device say so themselves.
-        if any(not _is_like(module, features) for module in self.modules):
-            return None
-        backend = choose_backend(self.layers[0].backend, features.device, features.dtype, features)
-        wanted = [(layer.backend, getattr(layer, "activation", None)) for layer in self.layers]
-        key = (backend.name, features.dtype, *wanted)
-        if key not in self.known:
-            described = [
-                Layer(layer.table, activation, type(layer) is MagepInvariant)
-                for layer, (_, activation) in zip(self.layers, wanted, strict=True)
-            ]
-            alike = len({name for name, _ in wanted}) == 1
-            self.known[key] = backend.stack_of(described, self.dense, features.dtype) if alike else None
-        return self.known[key]
+        described = [Layer(layer.table, layer.activation, type(layer) is MagepInvariant) for layer in self.layers]
+        return backend.stack_of(described, self.dense, dtype)
 
 
 def _is_like(module: nn.Module, features: WeightFeatures) -> bool:

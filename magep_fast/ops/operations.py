@@ -101,7 +101,9 @@ def run(operation: Operation, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
     if torch.compiler.is_compiling():  # a graph holds operators
         return operation.keep(operation.forward(tensors, training))[0]
     if training:
-        return _Layer.apply(operation, *tensors)
+        # As _Layer.apply does where no transform of torch.func is active, but without a look at every tensor for
+        # remains of one: parameters are none.
+        return super(torch.autograd.Function, _Layer).apply(operation, *tensors)
     with torch._C._AutoDispatchBelowAutograd():
         return operation.keep(operation.forward(tensors, False))[0]
 
