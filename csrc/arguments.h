@@ -29,15 +29,24 @@ inline Sizes sizes_of(const Tensor& x) {
   return sizes;
 }
 
-inline std::string item(const char* name, size_t k) { return std::string(name) + "[" + std::to_string(k) + "]"; }
+inline bool has_shape(const Tensor& x, const Sizes& shape) {
+  bool same = x.dim() == static_cast<int64_t>(shape.size());
+  for (size_t k = 0; same && k < shape.size(); ++k) same = x.size(static_cast<int64_t>(k)) == shape[k];
+  return same;
+}
+
+// What a tensor is called in messages: spelt out only where there is one.
+struct Item {
+  const char* list;
+  size_t index;
+};
+inline std::string text(const Item& item) { return std::string(item.list) + "[" + std::to_string(item.index) + "]"; }
 
 // `here`: whether the tensor is on the device that is called so.
-inline void check(const Tensor& x, bool here, const char* device, const char* op, const std::string& name,
-                  const Sizes& shape, ScalarType dtype) {
-  bool right = here && x.scalar_type() == dtype && x.dim() == static_cast<int64_t>(shape.size());
-  for (size_t k = 0; right && k < shape.size(); ++k) right = x.size(static_cast<int64_t>(k)) == shape[k];
-  if (right) return;
-  STD_TORCH_CHECK(false, op, ": ", name, " must be a ", device, " tensor of shape ", text(shape), " and dtype ",
+inline void check(const Tensor& x, bool here, const char* device, const char* op, const Item& item, const Sizes& shape,
+                  ScalarType dtype) {
+  if (here && x.scalar_type() == dtype && has_shape(x, shape)) return;
+  STD_TORCH_CHECK(false, op, ": ", text(item), " must be a ", device, " tensor of shape ", text(shape), " and dtype ",
                   torch::headeronly::toString(dtype), "; found shape ", text(sizes_of(x)), " and dtype ",
                   torch::headeronly::toString(x.scalar_type()), here ? "" : " on another device");
 }

@@ -44,16 +44,14 @@ struct Stage {
 };
 
 struct Plan {
+  std::vector<int64_t> layers;  // what it was made for
   std::vector<Stage> stages;
+  std::vector<Sizes> parameters;  // shapes of those of all stages
   int64_t workspace = 0;
 
   const Stage& last() const { return stages.back(); }
-  int64_t batch() const { return stages[0].inputs[0][0]; }
-  std::vector<Sizes> parameter_shapes() const {
-    std::vector<Sizes> shapes;
-    for (const Stage& stage : stages) shapes.insert(shapes.end(), stage.parameters.begin(), stage.parameters.end());
-    return shapes;
-  }
+  const std::vector<Sizes>& features() const { return stages[0].inputs; }
+  int64_t batch() const { return features()[0][0]; }
   int64_t most_features() const {
     int64_t most = 0;
     for (const Stage& stage : stages) most = std::max(most, room(stage.inputs));
@@ -68,8 +66,8 @@ std::vector<Tensor> share(const char* op, const std::vector<Tensor>& parameters,
   return {parameters.begin() + static_cast<int64_t>(first), parameters.begin() + static_cast<int64_t>(first + count)};
 }
 
-Plan plan_of(const char* op, const std::vector<Tensor>& features, const std::vector<Tensor>& parameters,
-             const std::vector<int64_t>& layers) {
+Plan make_plan(const char* op, const std::vector<Tensor>& features, const std::vector<Tensor>& parameters,
+               const std::vector<int64_t>& layers) {
   STD_TORCH_CHECK(!layers.empty() && layers.size() % 3 == 0, op, ": expected three numbers for each layer; found ",
                   layers.size());
   const size_t L = features.size() / 2;
@@ -144,6 +142,9 @@ Plan plan_of(const char* op, const std::vector<Tensor>& features, const std::vec
   }
   STD_TORCH_CHECK(first == parameters.size(), op, ": expected ", first, " parameters for these layers; found ",
                   parameters.size());
+  plan.layers = layers;
+  for (const Stage& stage : plan.stages)
+    plan.parameters.insert(plan.parameters.end(), stage.parameters.begin(), stage.parameters.end());
   for (Stage& stage : plan.stages) {
     const auto reserve = [&](int64_t count) {
       const int64_t at = plan.workspace;
@@ -157,6 +158,21 @@ Plan plan_of(const char* op, const std::vector<Tensor>& features, const std::vec
     if (stage.kind == StageKind::equivariant || stage.kind == StageKind::invariant)
       stage.saved = reserve(room(Sizes{now.B, stage.saved_size}));
   }
+  return plan;
+}
+
+bool have_shapes(const std::vector<Tensor>& tensors, const std::vector<Sizes>& shapes) {
+  bool same = tensors.size() == shapes.size();
+  for (size_t k = 0; same && k < shapes.size(); ++k) same = has_shape(tensors[k], shapes[k]);
+  return same;
+}
+
+// The plan of the call before, if it fits: a training loop asks for the same one at every step.
+const Plan& plan_of(const char* op, const std::vector<Tensor>& features, const std::vector<Tensor>& parameters,
+                    const std::vector<int64_t>& layers) {
+  thread_local Plan plan;
+  if (plan.layers != layers || !have_shapes(features, plan.features()) || !have_shapes(parameters, plan.parameters))
+    plan = make_plan(op, features, parameters, layers);
   return plan;
 }
 
@@ -263,12 +279,12 @@ auto with_type(ScalarType dtype, const char* op, Body&& body) {
 
 std::vector<Tensor> stack(std::vector<Tensor> features, std::vector<Tensor> parameters, std::vector<int64_t> layers) {
   const char* op = "magep_fast::_stack";
-  const Plan plan = plan_of(op, features, parameters, layers);
+  const Plan& plan = plan_of(op, features, parameters, layers);
   const ScalarType dtype = features[0].scalar_type();
   return with_type(dtype, op, [&](auto type) {
     using T = decltype(type);
-    const auto x = checked<T>(features, op, "features", plan.stages[0].inputs, dtype);
-    const auto phi = checked<T>(parameters, op, "parameters", plan.parameter_shapes(), dtype);
+    const auto x = checked<T>(features, op, "features", plan.features(), dtype);
+    const auto phi = checked<T>(parameters, op, "parameters", plan.parameters, dtype);
     std::vector<Tensor> results;
     const auto y = allocate<T>(results, features[0], plan.last().outputs, dtype);
     const auto workspace = allocate<T>(results, features[0], {{plan.workspace}}, dtype);
@@ -282,19 +298,19 @@ std::vector<Tensor> stack_backward(std::vector<Tensor> grads, std::vector<Tensor
                                    std::vector<Tensor> parameters, std::vector<Tensor> outputs, Tensor workspace,
                                    std::vector<int64_t> layers, bool inputs) {
   const char* op = "magep_fast::_stack_backward";
-  const Plan plan = plan_of(op, features, parameters, layers);
+  const Plan& plan = plan_of(op, features, parameters, layers);
   const ScalarType dtype = features[0].scalar_type();
   return with_type(dtype, op, [&](auto type) {
     using T = decltype(type);
     const auto bars = checked<T>(grads, op, "grads", plan.last().outputs, dtype);
-    const auto x = checked<T>(features, op, "features", plan.stages[0].inputs, dtype);
-    const auto phi = checked<T>(parameters, op, "parameters", plan.parameter_shapes(), dtype);
+    const auto x = checked<T>(features, op, "features", plan.features(), dtype);
+    const auto phi = checked<T>(parameters, op, "parameters", plan.parameters, dtype);
     const auto y = checked<T>(outputs, op, "outputs", plan.last().outputs, dtype);
     const auto kept = checked<T>({workspace}, op, "workspace", {{plan.workspace}}, dtype);
     std::vector<Tensor> results;
     std::vector<T*> x_bar;
-    if (inputs) x_bar = allocate<T>(results, features[0], plan.stages[0].inputs, dtype);
-    const auto phi_bar = allocate<T>(results, features[0], plan.parameter_shapes(), dtype);
+    if (inputs) x_bar = allocate<T>(results, features[0], plan.features(), dtype);
+    const auto phi_bar = allocate<T>(results, features[0], plan.parameters, dtype);
     if (plan.batch() > 0)
       backward<T>(plan, bars.data, x.data, phi.get(), y.data, kept.data[0], x_bar, phi_bar.data(), torch_threads());
     finish(results, x_bar.size(), plan.batch(), dtype);

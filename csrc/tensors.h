@@ -81,8 +81,8 @@ auto with_types(ScalarType dtype, const char* op, Body&& body) {
   return body(float{}, float{});
 }
 
-inline void check(const Tensor& x, const char* op, const std::string& name, const Sizes& shape, ScalarType dtype) {
-  magep::check(x, x.is_cpu(), "CPU", op, name, shape, dtype);
+inline void check(const Tensor& x, const char* op, const Item& item, const Sizes& shape, ScalarType dtype) {
+  check(x, x.is_cpu(), "CPU", op, item, shape, dtype);
 }
 
 // Tensors made contiguous, with their pointers.
@@ -152,7 +152,7 @@ Pointers<const X> checked(const std::vector<Tensor>& tensors, const char* op, co
                   tensors.size());
   Pointers<const X> pointers;
   for (size_t k = 0; k < shapes.size(); ++k) {
-    check(tensors[k], op, item(name, k), shapes[k], dtype);
+    check(tensors[k], op, Item{name, k}, shapes[k], dtype);
     pointers.add(tensors[k]);
   }
   return pointers;
@@ -225,8 +225,8 @@ inline Shape shape_of(const char* op, const std::vector<Tensor>& weights, const 
   const Shape s = claimed_shape(op, weights, biases, out_channels, fewest);
   const auto shapes = feature_shapes(s, s.d);
   for (size_t i = 0; i < weights.size(); ++i) {
-    check(weights[i], op, item("weights", i), shapes[i], weights[0].scalar_type());
-    check(biases[i], op, item("biases", i), shapes[weights.size() + i], weights[0].scalar_type());
+    check(weights[i], op, Item{"weights", i}, shapes[i], weights[0].scalar_type());
+    check(biases[i], op, Item{"biases", i}, shapes[weights.size() + i], weights[0].scalar_type());
   }
   return s;
 }
@@ -258,8 +258,8 @@ inline FeatureSizes sizes_of_features(const char* op, const std::vector<Tensor>&
     STD_TORCH_CHECK(weights[i].dim() == 4, op, ": weights[", i, "] must have rank 4; found ", weights[i].dim());
     f.n.push_back(weights[i].size(2));
     f.channels.push_back(weights[i].size(1));
-    check(weights[i], op, item("weights", i), {f.B, f.channels[i], f.n[i + 1], f.n[i]}, dtype);
-    check(biases[i], op, item("biases", i), {f.B, f.d, f.n[i + 1]}, dtype);
+    check(weights[i], op, Item{"weights", i}, {f.B, f.channels[i], f.n[i + 1], f.n[i]}, dtype);
+    check(biases[i], op, Item{"biases", i}, {f.B, f.d, f.n[i + 1]}, dtype);
   }
   for (int64_t n : f.n) STD_TORCH_CHECK(n >= 1, op, ": every width must be at least 1");
   return f;

@@ -56,7 +56,7 @@ class Call {
     for (size_t k = 0; k < tensors.size(); ++k) {
       const Tensor& x = tensors[k];
       const bool here = on_device(x) && x.get_device_index() == like_.get_device_index();
-      magep::check(x, here, kDeviceName, op_, magep::item(name, k), shapes[k], dtype);
+      magep::check(x, here, kDeviceName, op_, magep::Item{name, k}, shapes[k], dtype);
       kept_.push_back(x.is_contiguous() ? x : torch::stable::contiguous(x));
       pointers.push_back(kept_.back().data_ptr());
     }
