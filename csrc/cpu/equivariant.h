@@ -296,12 +296,14 @@ struct EquivariantCall {
     const T* b = saved + a.offset + (s.columns(i) - 1) * a.row_stride;
     const T* g = saved + r.offset + (r.rows - 1) * r.row_stride;
     for (int64_t channel = 0; channel < s.d; ++channel) {
-      gemm<T>(rows, columns, s.rank(), {left.data + channel * left.channel_stride + j, 1, left.row_stride},
-              saved + right.offset + channel * right.channel_stride + k, right.row_stride, tile + (s.d + channel) * ld,
-              columns, false);
-      T* bW = tile + (2 * s.d + channel) * ld;
-      for (int64_t row = 0; row < rows; ++row)
-        scale(columns, b[channel * a.ld + j + row], g + channel * r.ld + k, bW + row * columns);
+      const T* l = left.data + channel * left.channel_stride + j;
+      const T* from = saved + right.offset + channel * right.channel_stride + k;
+      T *WW = tile + (s.d + channel) * ld, *bW = tile + (2 * s.d + channel) * ld;
+      if (s.rank() == 1)
+        outer(rows, columns, l, from, WW);
+      else
+        gemm<T>(rows, columns, s.rank(), {l, 1, left.row_stride}, from, right.row_stride, WW, columns, false);
+      outer(rows, columns, b + channel * a.ld + j, g + channel * r.ld + k, bW);
     }
   }
 

@@ -54,6 +54,17 @@ inline void scale(int64_t n, T a, const T* x, T* out) {
   for_lanes<T>(n, [&](int64_t k, auto count) { store_lanes(out + k, factor * load_lanes(x + k, count), count); });
 }
 
+// out[r, :] = left[r] right[:], rows of n numbers
+template <typename T>
+inline void outer(int64_t rows, int64_t n, const T* left, const T* right, T* out) {
+  if (n != Simd<T>::kWidth) {
+    for (int64_t r = 0; r < rows; ++r) scale(n, left[r], right, out + r * n);
+    return;
+  }
+  const auto row = Simd<T>::load(right);
+  for (int64_t r = 0; r < rows; ++r) Simd<T>::store(out + r * n, Simd<T>::broadcast(left[r]) * row);
+}
+
 // out[m, n, :] (+)= sum_k a[m, k, :] b[k, n, :], a small matrix product in every channel at once. Strides count
 // channels-long rows: element (m, k) of a starts at a + (m * a_m + k * a_k) * d.
 template <typename T>
