@@ -234,11 +234,17 @@ void gemm_dot(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T*
 // to[c, r] = from[r, c] for up to kSquare rows and columns; memory beyond them is neither read nor written.
 #if defined(__AVX512F__)
 constexpr int64_t kSquare = 16;
-inline void transpose_square(int rows, int columns, const float* from, int64_t ld_from, float* to, int64_t ld_to) {
+// `whole`: 16 rows and columns, known when compiled. Nothing that is read soon should be stored under a mask: a load
+// cannot take it from the store but waits for the cache.
+template <bool whole>
+inline void transpose_vectors(int rows, int columns, const float* from, int64_t ld_from, float* to, int64_t ld_to) {
   __m512 r[16], s[16];
   const __mmask16 row = static_cast<__mmask16>((1u << columns) - 1), column = static_cast<__mmask16>((1u << rows) - 1);
 #pragma GCC unroll 16
-  for (int k = 0; k < 16; ++k) r[k] = k < rows ? _mm512_maskz_loadu_ps(row, from + k * ld_from) : _mm512_setzero_ps();
+  for (int k = 0; k < 16; ++k)
+    r[k] = whole      ? _mm512_loadu_ps(from + k * ld_from)
+           : k < rows ? _mm512_maskz_loadu_ps(row, from + k * ld_from)
+                      : _mm512_setzero_ps();
 #pragma GCC unroll 16
   for (int k = 0; k < 16; k += 2) {
     s[k] = _mm512_unpacklo_ps(r[k], r[k + 1]);
@@ -268,7 +274,16 @@ inline void transpose_square(int rows, int columns, const float* from, int64_t l
   }
 #pragma GCC unroll 16
   for (int k = 0; k < 16; ++k)
-    if (k < columns) _mm512_mask_storeu_ps(to + k * ld_to, column, r[k]);
+    if (whole)
+      _mm512_storeu_ps(to + k * ld_to, r[k]);
+    else if (k < columns)
+      _mm512_mask_storeu_ps(to + k * ld_to, column, r[k]);
+}
+inline void transpose_square(int rows, int columns, const float* from, int64_t ld_from, float* to, int64_t ld_to) {
+  if (rows == 16 && columns == 16)
+    transpose_vectors<true>(rows, columns, from, ld_from, to, ld_to);
+  else
+    transpose_vectors<false>(rows, columns, from, ld_from, to, ld_to);
 }
 #else
 constexpr int64_t kSquare = 8;
@@ -326,7 +341,7 @@ void gemm_transposed(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, c
                      int64_t ldc, bool accumulate, T* space, int64_t ahead = 0) {
   constexpr int64_t W = Simd<T>::kWidth;
   const int64_t by_dot = (M + 3) / 4 * ((4 * N + W - 1) / W) * (K + 3 * W);
-  const int64_t by_gemm = M * ((N + W - 1) / W) * K + 13 * N * K / (2 * W) + 150;
+  const int64_t by_gemm = M * ((N + W - 1) / W) * K + 13 * N * K / (2 * W) + 40;
   if (K > kTransposedBlock / kSquare || by_dot < by_gemm)
     return gemm_dot<T>(M, N, K, a, lda, b, ldb, c, ldc, accumulate, ahead);
   const int64_t size = kTransposedBlock / K / kSquare * kSquare;
