@@ -1,4 +1,4 @@
-"""The training loop that every row of the tables runs: data in memory, one gather per batch, fused Adam."""
+"""The training loop that every row of the tables runs: data in memory, fused Adam."""
 
 from __future__ import annotations
 
@@ -24,27 +24,21 @@ def keep_freed_memory() -> bool:
 
 
 class Dataset:
-    """Networks of one space as the rows of one matrix `[N, numbers]`, and a target for each."""
+    """Networks of one space, one tensor for the weights and one for the biases of each layer, and a target for each."""
 
     def __init__(self, networks: WeightFeatures, targets: Tensor):
-        self.rows = torch.cat([x.flatten(1) for x in networks.tensors()], dim=1)
-        self.targets = targets
-        self.shapes = [x.shape[1:] for x in networks.tensors()]
-        self.sizes = [shape.numel() for shape in self.shapes]
+        self.networks, self.targets = networks.map(Tensor.contiguous), targets
 
     def __len__(self) -> int:
-        return self.rows.shape[0]
+        return self.networks.batch_size
 
     def to(self, device: torch.device) -> Dataset:
-        self.rows, self.targets = self.rows.to(device), self.targets.to(device)
+        self.networks, self.targets = self.networks.to(device), self.targets.to(device)
         return self
 
     def batch(self, index: Tensor) -> tuple[WeightFeatures, Tensor]:
-        """The networks `index` as views of one copy, and their targets."""
-        parts = self.rows.index_select(0, index).split(self.sizes, dim=1)
-        tensors = [part.view(-1, *shape) for part, shape in zip(parts, self.shapes, strict=True)]
-        L = len(tensors) // 2
-        return WeightFeatures(tensors[:L], tensors[L:]), self.targets.index_select(0, index)
+        """The networks `index` and their targets, copied: contiguous, as kernels want them."""
+        return self.networks.map(lambda x: x.index_select(0, index)), self.targets.index_select(0, index)
 
 
 class Adam:
@@ -110,7 +104,7 @@ class Trainer:
     def _batches(self) -> Iterator[Tensor]:
         while True:
             order = torch.randperm(len(self.data), generator=self.generator)
-            yield from order.to(self.data.rows.device).split(self.batch_size)
+            yield from order.to(self.data.networks.device).split(self.batch_size)
 
     @property
     def steps_per_epoch(self) -> int:
