@@ -20,8 +20,7 @@ std::vector<Tensor> chain(std::vector<Tensor> weights, std::vector<Tensor> biase
     std::vector<Tensor> results;
     const auto out = allocate<S>(results, weights[0], chain_shapes(s), dtype);
     if (s.B > 0)
-      kernels().of<S, T>().chain_forward(s, x.get(), x.get() + s.L(), out.data(), out.data() + s.L(),
-                                                torch_threads());
+      kernels().of<S, T>().chain_forward(s, x.get(), x.get() + s.L(), out.data(), out.data() + s.L(), torch_threads());
     return results;
   });
 }
@@ -40,7 +39,7 @@ std::vector<Tensor> chain_backward(std::vector<Tensor> grads, std::vector<Tensor
     const auto out = allocate<S>(results, weights[0], feature_shapes(s, s.d), dtype);
     if (s.B > 0)
       kernels().of<S, T>().chain_backward(s, bar.get(), bar.get() + s.L(), x.get(), x.get() + s.L(), out.data(),
-                                                 out.data() + s.L(), torch_threads());
+                                          out.data() + s.L(), torch_threads());
     return results;
   });
 }
@@ -60,12 +59,12 @@ std::vector<Tensor> equivariant(std::vector<Tensor> weights, std::vector<Tensor>
     const auto x = features<S>(weights, biases);
     std::vector<Tensor> results;
     LayerResults<S> out(results, weights[0], feature_shapes(s, s.e));
-    const auto saved = allocate<T>(results, weights[0], {{s.B, saved_size(s, Operation::equivariant)}},
-                                   scalar_type<T>());
+    const auto saved =
+        allocate<T>(results, weights[0], {{s.B, saved_size(s, Operation::equivariant)}}, scalar_type<T>());
     if (training && f == Activation::sin) out.keep_before(results, weights[0], feature_shapes(s, s.e));
     if (s.B > 0)
       kernels().of<S, T>().equivariant_forward(s, x.get(), x.get() + s.L(), phi.get(), connections.data[0],
-                                                      out.outputs(f), saved[0], torch_threads());
+                                               out.outputs(f), saved[0], torch_threads());
     return results;
   });
 }
@@ -85,17 +84,17 @@ std::vector<Tensor> equivariant_backward(std::vector<Tensor> grads, std::vector<
     const LayerGradients<S> bars(op, grads, known, feature_shapes(s, s.e), dtype, f);
     const auto phi = parameters<T>(matrices, op, "matrices", matrix_shapes(s), dtype);
     const auto connections = parameters<T>({psi}, op, "psi", {psi_shape(s, true)}, dtype);
-    const auto kept = checked<T>({saved}, op, "saved", {{s.B, saved_size(s, Operation::equivariant)}},
-                                 scalar_type<T>());
+    const auto kept =
+        checked<T>({saved}, op, "saved", {{s.B, saved_size(s, Operation::equivariant)}}, scalar_type<T>());
     const auto x = features<S>(weights, biases);
     std::vector<Tensor> results;
     const auto x_bar = allocate<S>(results, weights[0], feature_shapes(s, s.d), dtype);
     const auto phi_bar = allocate<T>(results, weights[0], matrix_shapes(s), scalar_type<T>());
     const auto psi_bar = allocate<T>(results, weights[0], {psi_shape(s, true)}, scalar_type<T>());
     if (s.B > 0)
-      kernels().of<S, T>().equivariant_backward(
-          s, bars.get(), x.get(), x.get() + s.L(), phi.get(), connections.data[0], kept.data[0], x_bar.data(),
-          x_bar.data() + s.L(), phi_bar.data(), psi_bar[0], torch_threads());
+      kernels().of<S, T>().equivariant_backward(s, bars.get(), x.get(), x.get() + s.L(), phi.get(), connections.data[0],
+                                                kept.data[0], x_bar.data(), x_bar.data() + s.L(), phi_bar.data(),
+                                                psi_bar[0], torch_threads());
     finish(results, x_bar.size(), s.B, dtype);
     return results;
   });
@@ -118,8 +117,7 @@ std::vector<Tensor> linear(std::vector<Tensor> weights, std::vector<Tensor> bias
     LayerResults<S> out(results, weights[0], shapes);
     if (training && f == Activation::sin) out.keep_before(results, weights[0], shapes);
     if (s.B > 0)
-      kernels().of<S, T>().linear_forward(s, x.get(), x.get() + s.L(), phi.get(), out.outputs(f),
-                                                 torch_threads());
+      kernels().of<S, T>().linear_forward(s, x.get(), x.get() + s.L(), phi.get(), out.outputs(f), torch_threads());
     return results;
   });
 }
@@ -143,9 +141,9 @@ std::vector<Tensor> linear_backward(std::vector<Tensor> grads, std::vector<Tenso
     if (inputs) x_bar = allocate<S>(results, weights[0], feature_shapes(s.B, s.in, s.d, s.n), dtype);
     const auto phi_bar = allocate<T>(results, weights[0], matrix_shapes(s), scalar_type<T>());
     if (s.B > 0)
-      kernels().of<S, T>().linear_backward(
-          s, bars.get(), x.get(), x.get() + s.L(), phi.get(), inputs ? x_bar.data() : nullptr,
-          inputs ? x_bar.data() + s.L() : nullptr, phi_bar.data(), torch_threads());
+      kernels().of<S, T>().linear_backward(s, bars.get(), x.get(), x.get() + s.L(), phi.get(),
+                                           inputs ? x_bar.data() : nullptr, inputs ? x_bar.data() + s.L() : nullptr,
+                                           phi_bar.data(), torch_threads());
     finish(results, x_bar.size(), s.B, dtype);
     return results;
   });
@@ -164,12 +162,11 @@ std::vector<Tensor> invariant(std::vector<Tensor> weights, std::vector<Tensor> b
     const auto x = features<S>(weights, biases);
     std::vector<Tensor> results;
     const auto out = allocate<S>(results, weights[0], {{s.B, s.e}}, dtype);
-    const auto saved =
-        allocate<T>(results, weights[0], {{s.B, saved_size(s, Operation::invariant)}}, scalar_type<T>());
+    const auto saved = allocate<T>(results, weights[0], {{s.B, saved_size(s, Operation::invariant)}}, scalar_type<T>());
     if (s.B > 0)
       kernels().of<S, T>().invariant_forward(s, x.get(), x.get() + s.L(), phi.data[0],
-                                                    spread_psi(s, connections.data[0]).data(), out[0], saved[0],
-                                                    torch_threads());
+                                             spread_psi(s, connections.data[0]).data(), out[0], saved[0],
+                                             torch_threads());
     return results;
   });
 }
@@ -186,8 +183,7 @@ std::vector<Tensor> invariant_backward(Tensor grad, std::vector<Tensor> weights,
     const auto bar = checked<S>({grad}, op, "grad", {{s.B, s.e}}, dtype);
     const auto phi = parameters<T>({matrix}, op, "matrix", matrix_shapes(s, false), dtype);
     const auto connections = parameters<T>({psi}, op, "psi", {psi_shape(s, false)}, dtype);
-    const auto kept =
-        checked<T>({saved}, op, "saved", {{s.B, saved_size(s, Operation::invariant)}}, scalar_type<T>());
+    const auto kept = checked<T>({saved}, op, "saved", {{s.B, saved_size(s, Operation::invariant)}}, scalar_type<T>());
     const auto x = features<S>(weights, biases);
     std::vector<Tensor> results;
     const auto x_bar = allocate<S>(results, weights[0], feature_shapes(s, s.d), dtype);
@@ -195,9 +191,9 @@ std::vector<Tensor> invariant_backward(Tensor grad, std::vector<Tensor> weights,
     const auto psi_bar = allocate<T>(results, weights[0], {psi_shape(s, false)}, scalar_type<T>());
     if (s.B > 0) {
       std::vector<T> all_bar(s.psi_size());
-      kernels().of<S, T>().invariant_backward(
-          s, bar.data[0], x.get(), x.get() + s.L(), phi.data[0], spread_psi(s, connections.data[0]).data(),
-          kept.data[0], x_bar.data(), x_bar.data() + s.L(), phi_bar[0], all_bar.data(), torch_threads());
+      kernels().of<S, T>().invariant_backward(s, bar.data[0], x.get(), x.get() + s.L(), phi.data[0],
+                                              spread_psi(s, connections.data[0]).data(), kept.data[0], x_bar.data(),
+                                              x_bar.data() + s.L(), phi_bar[0], all_bar.data(), torch_threads());
       gather_psi(s, all_bar.data(), psi_bar[0]);
     }
     finish(results, x_bar.size(), s.B, dtype);

@@ -171,7 +171,8 @@ bool have_shapes(const std::vector<Tensor>& tensors, const std::vector<Sizes>& s
 const Plan& plan_of(const char* op, const std::vector<Tensor>& features, const std::vector<Tensor>& parameters,
                     const std::vector<int64_t>& layers) {
   thread_local Plan plan;
-  if (plan.layers != layers || !have_shapes(features, plan.features()) || !have_shapes(parameters, plan.parameters))
+  if (plan.stages.empty() || plan.layers != layers || !have_shapes(features, plan.features()) ||
+      !have_shapes(parameters, plan.parameters))
     plan = make_plan(op, features, parameters, layers);
   return plan;
 }
@@ -288,8 +289,7 @@ std::vector<Tensor> stack(std::vector<Tensor> features, std::vector<Tensor> para
     std::vector<Tensor> results;
     const auto y = allocate<T>(results, features[0], plan.last().outputs, dtype);
     const auto workspace = allocate<T>(results, features[0], {{plan.workspace}}, dtype);
-    if (plan.batch() > 0)
-      forward<T>(plan, x.data, phi.get(), y, workspace[0], torch_threads());
+    if (plan.batch() > 0) forward<T>(plan, x.data, phi.get(), y, workspace[0], torch_threads());
     return results;
   });
 }

@@ -12,8 +12,8 @@ namespace magep {
 //   linear, equivariant   channels out, activation
 //   invariant             0, 0
 //   dense                 how many dense layers with ReLU between them, whether a sigmoid follows
-// In front of a linear, equivariant or invariant one only linear and equivariant ones may stand; a dense one comes last,
-// behind an invariant one.
+// In front of a linear, equivariant or invariant one only linear and equivariant ones may stand; a dense one comes
+// last, behind an invariant one.
 enum class StageKind : int64_t { linear, equivariant, invariant, dense };
 
 // features: weights, then biases. parameters: the matrices and psi of each layer, weight and bias of each dense one.

@@ -221,7 +221,7 @@ struct LayerGradients {
 };
 
 inline Shape shape_of(const char* op, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
-               int64_t out_channels, size_t fewest = 2) {
+                      int64_t out_channels, size_t fewest = 2) {
   const Shape s = claimed_shape(op, weights, biases, out_channels, fewest);
   const auto shapes = feature_shapes(s, s.d);
   for (size_t i = 0; i < weights.size(); ++i) {

@@ -20,6 +20,7 @@ from magep_fast.layers import Activation, MagepEquivariant, MagepInvariant, Mono
 from magep_fast.ops.backends import available_backends, use_backend
 from magep_fast.ragged import BucketSampler, NetworkDataset, RaggedBatch, bucket, collate, collate_fn
 from magep_fast.spaces import WeightFeatures, WeightSpace
+from magep_fast.stack import Stack
 from magep_fast.swap import accelerate, load_authors_state_dict, to_authors_state_dict
 from magep_fast.symmetry import GroupElement
 from magep_fast.terms import ABLATION
@@ -39,6 +40,7 @@ __all__ = [
     "MonomialEquivariant",
     "NetworkDataset",
     "RaggedBatch",
+    "Stack",
     "WeightFeatures",
     "WeightSpace",
     "accelerate",

@@ -109,7 +109,9 @@ def _polynomial_layers(leaves: Sequence[nn.Module]) -> list[_Polynomial]:
     """The MAGEP layers in front, as long as each takes what the one before it gives."""
     found: list[_Polynomial] = []
     for leaf in leaves:
-        if type(leaf) not in (MagepEquivariant, MonomialEquivariant, MagepInvariant) or _ends(found):
+        if not isinstance(leaf, MagepEquivariant | MagepInvariant) or _ends(found):
+            break
+        if type(leaf) not in (MagepEquivariant, MonomialEquivariant, MagepInvariant):  # forward may be another
             break
         if found:
             before = found[-1].table

@@ -532,7 +532,7 @@ def test_backward_operators_refuse(kind, position, index, value, message):
         (WEIGHTS, 1, lambda x: x[0], r"weights\[1\] must have rank 4; found 3"),
         (WEIGHTS, None, lambda x: x[:-1], "as many weights as biases"),
         (BIASES, 1, lambda x: x[:, :, 1:], r"biases\[1\] .*found shape"),
-        (MATRICES, None, lambda x: x[:-1], "two matrices for each; found 3, 3 and 5"),
+        (MATRICES, None, lambda x: x[:-1], "expected two matrices for each of 3 layers; found 5"),
         (MATRICES, 2, lambda x: x[0], r"matrices\[2\] must have rank 2; found 1"),
         (MATRICES, 0, lambda x: x[:, 1:], r"matrices\[0\] must be a CPU tensor of shape"),
         (MATRICES, 1, lambda x: x.float(), r"matrices\[1\] .*and dtype Double; found .* dtype Float"),

@@ -145,7 +145,7 @@ class Lanes:
         epoch, place = divmod(step, self.batches_per_epoch)
         if self._orders[0] != epoch:
             orders = [
-                torch.randperm(len(data), generator=seeded(self.seed, 2, lane, epoch)).to(data.rows.device)
+                torch.randperm(len(data), generator=seeded(self.seed, 2, lane, epoch)).to(data.networks.device)
                 for lane, data in zip(self.own, self.data, strict=True)
             ]
             self._orders = epoch, orders
@@ -291,7 +291,7 @@ class Run:
         data = self._splits[split]
         self.model.eval()
         predictions = []
-        for index in torch.arange(len(data), device=data.rows.device).split(256):
+        for index in torch.arange(len(data), device=data.networks.device).split(256):
             networks_of_batch, targets = data.batch(index)
             with self._autocast():
                 output = self.model(networks_of_batch)
@@ -309,8 +309,7 @@ class Run:
                 parts.append(dataset(networks, self.task, seeded(self.seed, 4, block), self.world.device))
         if not parts:
             raise DataError(f"{self.source.folder} has {count} networks in its {split} split, too few to share")
-        parts[0].rows, parts[0].targets = (torch.cat([getattr(p, x) for p in parts]) for x in ("rows", "targets"))
-        return parts[0]
+        return Dataset(WeightFeatures.cat(part.networks for part in parts), torch.cat([part.targets for part in parts]))
 
     def _autocast(self) -> Any:
         if self.settings.precision == "float32":

@@ -30,10 +30,11 @@ void dense_forward(const DenseShape& s, const S* x, const T* const* layers, S* c
     const int64_t K = s.widths[k], rows = s.widths[k + 1];
     const T* F = row_as(k == 0 ? x : values[k], s.B * K, space);
     const auto f = k < last ? Activation::relu : Activation::none;
-    readout(s.B, rows, K, layers[2 * k], F, K, Destination<S, T>{values[k < last ? k + 1 : 0], nullptr, f}, parallel, layers[2 * k + 1]);
+    readout(s.B, rows, K, layers[2 * k], F, K, Destination<S, T>{values[k < last ? k + 1 : 0], nullptr, f}, parallel,
+            layers[2 * k + 1]);
   }
   if (!s.sigmoid) return;
-    for (int64_t r = 0; r < s.B * s.widths.back(); ++r)
+  for (int64_t r = 0; r < s.B * s.widths.back(); ++r)
     store_one(T(1) / (T(1) + std::exp(-load_one<S, T>(values[0][r]))), values[0][r]);
 }
 

@@ -75,12 +75,13 @@ struct EquivariantCall {
 
   // --- hidden layers: the bias, and for i = 1 the weights, are one product with [A_i | b_i] ---
 
-  // coefficient[r][c, d]: Phi_W + Phi_WW G^T, Phi_Wb, Phi_b + Phi_bW g.
-  void coefficients(int64_t i, int64_t rows, const T* phi, const T* G, T* out) const {
+  // coefficient[r][c, d]: Phi_W + Phi_WW G^T, Phi_Wb, Phi_b + Phi_bW g. Phi_Wb, the same for every network, is copied
+  // for the `first` only.
+  void coefficients(int64_t i, int64_t rows, const T* phi, const T* G, bool first, T* out) const {
     const Shape& s = x.s;
     const int64_t n_0 = s.n_0(), d = s.d, K = s.hidden_columns(i), c = s.columns(i);
     const T* from = phi + 3 * n_0 * d;  // Phi_Wb, for every t or once, then Phi_b
-    for (int64_t r = 0; r < rows; ++r)
+    for (int64_t r = 0; first && r < rows; ++r)
       for (int64_t t = 0; t < i - 1; ++t)
         std::memcpy(out + (r * c + n_0 + t) * d, from + r * K + (s.share_Wb ? 0 : t * d), d * sizeof(T));
     lane_gemm<T>(d, rows, n_0, n_0, {phi + n_0 * d, K / d, 1}, {G, 1, n_0}, {out, c, 1},
@@ -165,7 +166,8 @@ struct EquivariantCall {
         const int64_t rows = std::min(size, all - row);
         for (int64_t net = group.begin; net < group.end; ++net) {
           const T* own = saved + net * stride;
-          coefficients(i, rows, phi + row * K, G + (net - group.begin) * s.connected_size(), coefficient);
+          coefficients(i, rows, phi + row * K, G + (net - group.begin) * s.connected_size(), net == group.begin,
+                       coefficient);
           gemm<T>(rows, n, inner, {coefficient, inner, 1}, own + a.offset, a.ld, product, n, false);
           store(net, row, rows);
         }
@@ -205,7 +207,7 @@ struct EquivariantCall {
           const int64_t g = net - group.begin;
           T *grad = grads + g * x.at.grad_size, *own_bar = coefficient_bar + g * size * inner;
           load(net, row, rows);
-          coefficients(i, rows, phi + row * K, G + g * s.connected_size(), coefficient);
+          coefficients(i, rows, phi + row * K, G + g * s.connected_size(), g == 0, coefficient);
           gemm<T>(rows, inner, n, {bar, n, 1}, transposed + g * inner * n, inner, own_bar, inner, false);
           gemm<T>(inner, n, rows, {coefficient, 1, inner}, bar, n, grad + a.offset, a.ld, true);
           connected_backward(i, rows, phi + row * K, own_bar, grad);

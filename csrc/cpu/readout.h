@@ -136,8 +136,8 @@ inline int64_t readout_parts(int64_t B, int64_t rows, int64_t K, int64_t threads
   return std::max<int64_t>(1, std::min(readout_threads(B, rows, K, threads), rows / std::max<int64_t>(16, B)));
 }
 
-// out[net, r] = sum_k matrix[r, k] F[net, k], plus bias[r] if there is one, for some of the rows r; features of networks
-// are ld numbers apart.
+// out[net, r] = sum_k matrix[r, k] F[net, k], plus bias[r] if there is one, for some of the rows r; features of
+// networks are ld numbers apart.
 template <typename S, typename T>
 void readout_rows(int64_t B, int64_t rows, Range range, int64_t K, const T* matrix, const T* F, int64_t ld,
                   Destination<S, T> out, const T* bias = nullptr) {
@@ -172,9 +172,8 @@ template <typename S, typename T>
 void readout(int64_t B, int64_t rows, int64_t K, const T* matrix, const T* F, int64_t ld, Destination<S, T> out,
              const Parallel& parallel, const T* bias = nullptr) {
   const int64_t parts = std::min(rows, readout_threads(B, rows, K, parallel.threads));
-  parallel.run(parts, [&](int64_t part) {
-    readout_rows(B, rows, Range::part(rows, part, parts), K, matrix, F, ld, out, bias);
-  });
+  parallel.run(
+      parts, [&](int64_t part) { readout_rows(B, rows, Range::part(rows, part, parts), K, matrix, F, ld, out, bias); });
 }
 
 // F_bar: [readout_parts][B][K], still to be summed over the parts by `sum_parts`. Where there are fewer parts than

@@ -64,7 +64,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class DenseLayers:
-    """What an operation is to compute: so many dense layers with ReLU between them, and a sigmoid behind them or not."""
+    """What an operation is to compute: dense layers with ReLU between them, and a sigmoid behind them or not."""
 
     count: int
     sigmoid: bool
