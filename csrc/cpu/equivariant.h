@@ -129,12 +129,6 @@ struct EquivariantCall {
     return std::min(std::max(rows, unit), std::max<int64_t>(1, fit / unit) * unit);
   }
 
-  // As few blocks of at most `most` rows, but of equal size.
-  static int64_t even_block_size(int64_t rows, int64_t most) {
-    const int64_t count = std::max<int64_t>(1, (rows + most - 1) / most);
-    return std::max<int64_t>(1, (rows + count - 1) / count);
-  }
-
   // The most rows taken at once of the matrices that a hidden layer's outputs have, of its bias and its weights.
   int64_t hidden_rows(int64_t i) const {
     const int64_t columns = s().hidden_columns(i), n_0 = s().n_0();

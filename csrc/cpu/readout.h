@@ -124,6 +124,12 @@ void features_backward(const Network<S, T>& x, const T* saved, const T* F_bar, T
   }
 }
 
+// As few blocks of at most `most` rows, but of equal size.
+inline int64_t even_block_size(int64_t rows, int64_t most) {
+  const int64_t count = std::max<int64_t>(1, (rows + most - 1) / most);
+  return std::max<int64_t>(1, (rows + count - 1) / count);
+}
+
 // Products of a readout, of its forward pass, below which a second thread is not worth waking.
 constexpr int64_t kSmallReadout = 1 << 17;
 inline int64_t readout_threads(int64_t B, int64_t rows, int64_t K, int64_t threads) {
@@ -155,11 +161,12 @@ template <typename T>
 void readout_rows_backward(int64_t B, int64_t rows, Range range, Range columns, int64_t K, const T* matrix, const T* F,
                            int64_t ld, const T* bar, T* F_bar, T* matrix_bar) {
   // Blocks that keep both matrices read and written in order.
-  constexpr int64_t kStrip = 512, kRows = 16;
+  constexpr int64_t kStrip = 512;
+  const int64_t size = even_block_size(range.size(), 64);
   for (int64_t k = columns.begin; k < columns.end; k += kStrip) {
     const int64_t count = std::min(kStrip, columns.end - k);
-    for (int64_t r = range.begin; r < range.end; r += kRows) {
-      const int64_t some = std::min(kRows, range.end - r);
+    for (int64_t r = range.begin; r < range.end; r += size) {
+      const int64_t some = std::min(size, range.end - r);
       gemm<T>(B, count, some, {bar + r, rows, 1}, matrix + r * K + k, K, F_bar + k, K, r > range.begin);
       gemm<T>(some, count, B, {bar + r, 1, rows}, F + k, ld, matrix_bar + r * K + k, K, false);
     }
