@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from magep_fast import ops
 from magep_fast.layers import MagepEquivariant, MagepInvariant, MonomialEquivariant
 from magep_fast.ops.autocast import autocast_dtype
-from magep_fast.ops.backends import Backend, choose_backend
+from magep_fast.ops.backends import choose_backend, requested_backend
 from magep_fast.ops.operations import DenseLayers, Layer, Operation, transformed
 from magep_fast.spaces import WeightFeatures
 
@@ -42,15 +42,14 @@ class Stack(nn.Sequential):
     _plan: _Plan | None = None
 
     def forward(self, input: Any) -> Any:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed():  # type: ignore[attr-defined]
+        if _is_observed():
             return super().forward(input)
-        if torch._C._len_torch_dispatch_stack():  # what looks at operators sees those of layers
+        plan = self._plan
+        if plan is None or not plan.is_current():
+            plan = self._plan = _Plan(self)
+        if any(map(_is_hooked, plan.containers)):
             return super().forward(input)
-        if self._plan is None or not self._plan.is_current():
-            self._plan = _Plan(self)
-        if self._plan.is_hooked():
-            return super().forward(input)
-        for part in self._plan.parts:
+        for part in plan.parts:
             input = part(input)
         return input
 
@@ -58,32 +57,50 @@ class Stack(nn.Sequential):
         return {name: value for name, value in self.__dict__.items() if name != "_plan"}
 
 
+def _is_observed() -> bool:
+    """Whether somebody traces, transforms or looks at what happens between layers."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        or transformed()
+        or torch._C._len_torch_dispatch_stack()
+        or torch_module._has_any_global_hook()
+    )
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    state = module.__dict__
+    return bool(
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+    )
+
+
 class _Plan:
     """How a stack runs: its modules, some of them together, one after the other."""
 
     def __init__(self, stack: Stack):
-        self.containers: list[tuple[nn.Sequential, list[nn.Module]]] = []  # with what was in them
-        leaves = list(self._leaves(stack))
-        self.hookable = [*(container for container, _ in self.containers if container is not stack), *leaves]
-        self.parts: list[Callable[[Any], Any]] = list(_parts(leaves))
+        self.containers: list[nn.Module] = []  # in the stack
+        # Of the stack and of them: what is in them at any time, and what was.
+        self.children: list[tuple[dict[str, nn.Module | None], list[nn.Module | None]]] = []
+        self.parts: list[Callable[[Any], Any]] = list(_parts(list(self._leaves(stack))))
 
     def _leaves(self, container: nn.Sequential) -> Iterator[nn.Module]:
-        children = list(container._modules.values())
-        self.containers.append((container, children))
-        for child in children:
+        self.children.append((container._modules, list(container._modules.values())))
+        for child in container:
             if type(child) is nn.Sequential or type(child) is Stack:
+                self.containers.append(child)
                 yield from self._leaves(child)
             else:
                 yield child
 
     def is_current(self) -> bool:
-        return all(list(container._modules.values()) == children for container, children in self.containers)
-
-    def is_hooked(self) -> bool:
-        return torch_module._has_any_global_hook() or any(
-            m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-            for m in self.hookable
-        )
+        for now, children in self.children:  # noqa: SIM110, a generator costs more
+            if [*now.values()] != children:
+                return False
+        return True
 
 
 def _parts(leaves: Sequence[nn.Module]) -> Iterator[Callable[[Any], Any]]:
@@ -143,52 +160,55 @@ class _Run:
     def __init__(self, layers: list[_Polynomial], dense: list[nn.Module]):
         self.layers, self.modules = layers, [*layers, *dense]
         self.dense = DenseLayers((len(dense) + 1) // 2, type(dense[-1]) is nn.Sigmoid) if dense else None
-        widest = max(layer.table.in_channels for layer in layers)
-        self.growth = widest / layers[0].table.in_channels  # of features, in the layer that has most
-        self.accepted: list[object] | None = None  # the signature of the last features that fitted
-        self.known: tuple[list[object], Operation | None] = [], None  # the operation, and what it was found for
+        self.known: list[object] | None = None  # for what the operation was found
+        self.operation: Operation | None = None
 
     def __call__(self, features: WeightFeatures) -> Any:
         operation = self._operation(features)
+        parameters: list[Tensor | None] = []
+        for module in self.modules:
+            if _is_hooked(module):
+                operation = None
+            parameters += module._parameters.values()
         if operation is None:
             for module in self.modules:
                 features = module(features)
             return features
-        parameters = [p for module in self.modules for p in module._parameters.values() if p is not None]
-        outputs = ops.stack(operation, features.tensors(), parameters)
+        tensors = features.weights + features.biases
+        outputs = ops.stack(operation, tensors, [p for p in parameters if p is not None])
         if _ends(self.layers):
             return outputs[0]
         return WeightFeatures(outputs[: features.num_layers], outputs[features.num_layers :])
 
     def _operation(self, features: WeightFeatures) -> Operation | None:
-        """What to run, or None for one module after the other."""
+        """What to run, or None for one module after the other. Found once for features of the same kind."""
+        # Little Python: this runs at every call, when the kernels have left nothing of the interpreter in the caches.
         first = self.layers[0]
-        signature = first._signature(features)
-        if signature is None or signature != self.accepted:
+        kind: list[object] | None = None
+        if isinstance(features, WeightFeatures) and features.biases and type(features.biases[0]) is Tensor:
+            bias = features.biases[0]
+            kind = [x.shape for x in features.weights + features.biases]
+            kind += (bias.dtype, bias.device, autocast_dtype(features))
+            for layer in self.layers:
+                kind += (layer.activation, layer.backend)
+            kind.append(requested_backend(first.backend))
+        if kind is None or kind != self.known:
             first._check(features)
-            if signature is None or not self._fits(features):
-                return None
-            self.accepted = signature
-        backend = choose_backend(first.backend, features.device, features.dtype, features)
-        key = [backend.name, features.dtype]
-        for layer in self.layers:
-            key += (layer.backend, layer.activation)
-        if key != self.known[0]:
-            self.known = key, self._found(backend, features.dtype)
-        return self.known[1]
+            self.known, self.operation = kind, None if kind is None else self._found(features)
+        return self.operation
 
-    def _fits(self, features: WeightFeatures) -> bool:
-        batch = features.batch_size
-        if not 0 < batch <= MOST_NETWORKS or batch * features.numbers_per_network * self.growth > LARGEST:
-            return False
-        # Layers of another dtype or device than the features say so themselves.
-        return autocast_dtype(features) is None and all(_is_like(module, features) for module in self.modules)
-
-    def _found(self, backend: Backend, dtype: torch.dtype) -> Operation | None:
-        if len({layer.backend for layer in self.layers}) > 1:
+    def _found(self, features: WeightFeatures) -> Operation | None:
+        batch, channels = features.batch_size, max(layer.table.in_channels for layer in self.layers)
+        numbers = batch * features.numbers_per_network * channels // self.layers[0].table.in_channels
+        if not 0 < batch <= MOST_NETWORKS or numbers > LARGEST or autocast_dtype(features) is not None:
             return None
+        # Layers of another dtype or device than the features say so themselves.
+        like = all(_is_like(module, features) for module in self.modules)
+        if not like or len({layer.backend for layer in self.layers}) > 1:
+            return None
+        backend = choose_backend(self.layers[0].backend, features.device, features.dtype, features)
         described = [Layer(layer.table, layer.activation, type(layer) is MagepInvariant) for layer in self.layers]
-        return backend.stack_of(described, self.dense, dtype)
+        return backend.stack_of(described, self.dense, features.dtype)
 
 
 def _is_like(module: nn.Module, features: WeightFeatures) -> bool:

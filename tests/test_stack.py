@@ -167,6 +167,17 @@ def test_layers_can_be_replaced_and_changed():
 
 
 @needs_kernels
+def test_a_layer_may_stand_twice():
+    layer = MagepEquivariant(SPACE, 2, 2, activation="tanh")
+    model, features = Stack(layer, layer, MagepInvariant(SPACE, 2, 3)).double(), random_features(SPACE, 2, 2)
+    assert runs_together(model, features)
+    found, expected = gradients(model, features), gradients(nn.Sequential(*model), features)
+    assert_same(found[0], expected[0], 1e-14)
+    for x, y in zip(found[1], expected[1], strict=True):
+        assert_same(x, y, 1e-12)
+
+
+@needs_kernels
 def test_backends_without_a_stack(monkeypatch):
     model, features = whole(), random_features(CNN, 2, 2)
     expected = model(features)

@@ -101,12 +101,17 @@ class use_backend:
         _forced = self.before
 
 
+def requested_backend(requested: str) -> str:
+    """The name of the forced backend, else the requested one, else that of the environment; perhaps "auto"."""
+    return _forced or (requested if requested != AUTO else os.environ.get(ENVIRONMENT_VARIABLE, AUTO))
+
+
 def choose_backend(
     requested: str, device: torch.device, dtype: torch.dtype, features: WeightFeatures | None = None
 ) -> Backend:
     """The backend that runs: the forced one, else the requested one, else that of the environment, else the best for
     features of this size."""
-    name = _forced or (requested if requested != AUTO else os.environ.get(ENVIRONMENT_VARIABLE, AUTO))
+    name = requested_backend(requested)
     if check_backend(name) != AUTO:
         backend = _backends[name]
         reason = backend.unsupported(device, dtype)
