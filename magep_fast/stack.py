@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class _Plan:
     def __init__(self, stack: Stack):
         self.containers: list[nn.Module] = []  # in the stack
         # Of the stack and of them: what is in them at any time, and what was.
-        self.children: list[tuple[dict[str, nn.Module | None], list[nn.Module | None]]] = []
+        self.children: list[tuple[Mapping[str, nn.Module], list[nn.Module]]] = []
         self.parts: list[Callable[[Any], Any]] = list(_parts(list(self._leaves(stack))))
 
     def _leaves(self, container: nn.Sequential) -> Iterator[nn.Module]:
