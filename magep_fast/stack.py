@@ -69,12 +69,14 @@ def _is_observed() -> bool:
 
 
 def _is_hooked(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its class says."""
     state = module.__dict__
     return bool(
         state["_forward_hooks"]
         or state["_forward_pre_hooks"]
         or state["_backward_hooks"]
         or state["_backward_pre_hooks"]
+        or "forward" in state
     )
 
 
@@ -159,26 +161,36 @@ class _Run:
 
     def __init__(self, layers: list[_Polynomial], dense: list[nn.Module]):
         self.layers, self.modules = layers, [*layers, *dense]
+        self.wanted = [(type(module), _parameter_names(module)) for module in self.modules]
         self.dense = DenseLayers((len(dense) + 1) // 2, type(dense[-1]) is nn.Sigmoid) if dense else None
         self.known: list[object] | None = None  # for what the operation was found
         self.operation: Operation | None = None
 
     def __call__(self, features: WeightFeatures) -> Any:
         operation = self._operation(features)
-        parameters: list[Tensor | None] = []
-        for module in self.modules:
-            if _is_hooked(module):
-                operation = None
-            parameters += module._parameters.values()
-        if operation is None:
+        parameters = None if operation is None else self._parameters()
+        if operation is None or parameters is None:
             for module in self.modules:
                 features = module(features)
             return features
-        tensors = features.weights + features.biases
-        outputs = ops.stack(operation, tensors, [p for p in parameters if p is not None])
+        outputs = ops.stack(operation, features.weights + features.biases, parameters)
         if _ends(self.layers):
             return outputs[0]
         return WeightFeatures(outputs[: features.num_layers], outputs[features.num_layers :])
+
+    def _parameters(self) -> list[Tensor] | None:
+        """As the operation takes them, or None if a module is no longer what it was."""
+        found: list[Tensor] = []
+        for module, (cls, names) in zip(self.modules, self.wanted, strict=True):
+            if _is_hooked(module) or type(module) is not cls:  # a parametrised module changes its class
+                return None
+            own = module._parameters
+            for name in names:
+                parameter = own.get(name)
+                if parameter is None:
+                    return None
+                found.append(parameter)
+        return found
 
     def _operation(self, features: WeightFeatures) -> Operation | None:
         """What to run, or None for one module after the other. Found once for features of the same kind."""
@@ -194,7 +206,8 @@ class _Run:
             kind.append(requested_backend(first.backend))
         if kind is None or kind != self.known:
             first._check(features)
-            self.known, self.operation = kind, None if kind is None else self._found(features)
+            self.operation = None if kind is None else self._found(features)
+            self.known = None if self.operation is None else kind
         return self.operation
 
     def _found(self, features: WeightFeatures) -> Operation | None:
@@ -209,6 +222,12 @@ class _Run:
         backend = choose_backend(self.layers[0].backend, features.device, features.dtype, features)
         described = [Layer(layer.table, layer.activation, type(layer) is MagepInvariant) for layer in self.layers]
         return backend.stack_of(described, self.dense, features.dtype)
+
+
+def _parameter_names(module: nn.Module) -> list[str]:
+    if isinstance(module, MagepEquivariant | MagepInvariant):
+        return [output.name for output in module.table.outputs] + ["psi"] * (module.psi is not None)
+    return ["weight", "bias"] if isinstance(module, nn.Linear) else []
 
 
 def _is_like(module: nn.Module, features: WeightFeatures) -> bool:

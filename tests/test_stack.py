@@ -167,6 +167,38 @@ def test_layers_can_be_replaced_and_changed():
 
 
 @needs_kernels
+def test_modules_that_no_longer_do_what_their_class_says():
+    model, features = whole(), random_features(CNN, 2, 2)
+    expected = model(features)
+
+    class Double(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    torch.nn.utils.parametrize.register_parametrization(model[4][0], "weight", Double())
+    assert not torch.equal(model(features), expected)
+    assert_same(model(features), nn.Sequential(*model)(features), 1e-14)
+    torch.nn.utils.parametrize.remove_parametrizations(model[4][0], "weight", leave_parametrized=False)
+    assert_same(model(features), expected, 1e-14)
+    assert runs_together(model, features)
+    model[4][2].forward = lambda x: torch.zeros(2, 6, dtype=x.dtype)
+    assert_same(model(features), nn.Sequential(*model)(features), 1e-14)
+    del model[4][2].forward
+    model[4][2].bias = None
+    assert_same(model(features), nn.Sequential(*model)(features), 1e-14)
+
+
+@needs_kernels
+def test_a_layer_that_was_of_another_dtype_at_first():
+    model, features = whole(), random_features(CNN, 2, 2)
+    model[2].float()
+    with pytest.raises(ValueError, match=r"features are torch\.float64 but the layer's parameters are torch\.float32"):
+        model(features)
+    model.double()
+    assert runs_together(model, features)
+
+
+@needs_kernels
 def test_a_layer_may_stand_twice():
     layer = MagepEquivariant(SPACE, 2, 2, activation="tanh")
     model, features = Stack(layer, layer, MagepInvariant(SPACE, 2, 3)).double(), random_features(SPACE, 2, 2)
@@ -247,7 +279,7 @@ def test_errors_are_those_of_the_layers():
     with pytest.raises(ValueError, match=r"features are torch.float32 .* use features.to\(torch.float64\)"):
         model(features.to(torch.float32))
     model[2].float()
-    with pytest.raises((ValueError, RuntimeError), match=r"float32|Float"):
+    with pytest.raises((ValueError, RuntimeError), match=r"float32|found shape .* and dtype Float"):
         model(features)
 
 
