@@ -29,6 +29,9 @@ from magep_fast import (
     to_safetensors,
 )
 
+FEWEST = 20
+"""Networks of which a tenth is two, the least that has an order."""
+
 
 def main(arguments: Sequence[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -36,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> float:
     parser.add_argument("--make", type=int, default=0, metavar="N", help="first write N networks into the folder")
     parser.add_argument("--epochs", type=int, default=20)
     options = parser.parse_args(arguments)
+    if options.make and options.make < FEWEST:
+        parser.error(f"--make {options.make} is too few to test a predictor on a tenth of them; make {FEWEST} or more")
     torch.manual_seed(0)
     if options.make:
         make_networks(options.folder, options.make)
@@ -44,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> float:
         parser.error(f"{table} is missing: a row `file,accuracy` for each network in the folder; --make 40 makes both")
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
+    if len(rows) < FEWEST:
+        parser.error(f"{table} has {len(rows)} networks, too few to test a predictor on a tenth; expected {FEWEST}")
     networks = [from_safetensors(options.folder / row["file"]) for row in rows]
     accuracies = torch.tensor([[float(row["accuracy"])] for row in rows])
 

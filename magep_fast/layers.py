@@ -156,7 +156,7 @@ class MagepEquivariant(_PolynomialLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        _check_space(space)
+        check_space(space)
         _check_channels(in_channels=in_channels, out_channels=out_channels)
         taps = (1,) * space.num_layers
         table = equivariant_table(space, taps, in_channels, out_channels, select_terms(terms), share_Wb)
@@ -205,7 +205,7 @@ class MonomialEquivariant(MagepEquivariant):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        _check_space(space)
+        check_space(space)
         _check_channels(in_channels=in_channels, out_channels=out_channels)
         taps = space.with_taps(out_taps).taps
         table = equivariant_table(space, taps, in_channels, out_channels, select_terms("linear"))
@@ -233,7 +233,7 @@ class MagepInvariant(_PolynomialLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        _check_space(space)
+        check_space(space)
         _check_channels(in_channels=in_channels, out_features=out_features)
         table = invariant_table(space, in_channels, out_features, select_terms(terms), share_Wb)
         super().__init__(table, learn_psi, init, backend, device, dtype)
@@ -322,9 +322,9 @@ def _check_fused(activation: str | None) -> str | None:
     return activation
 
 
-def _check_space(space: WeightSpace) -> None:
+def check_space(space: WeightSpace) -> None:
     if not isinstance(space, WeightSpace):
-        raise TypeError(f"a layer's space must be a WeightSpace, such as WeightSpace((1, 16, 10)); found {space!r}")
+        raise TypeError(f"the space must be a WeightSpace, such as WeightSpace((1, 16, 10)); found {type(space).__name__}")
 
 
 def _check_channels(**counts: int) -> None:

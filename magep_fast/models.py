@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from magep_fast.layers import Activation, MagepEquivariant, MagepInvariant, MonomialEquivariant
+from magep_fast.layers import Activation, MagepEquivariant, MagepInvariant, MonomialEquivariant, check_space
 from magep_fast.permutation import FourierFeatures, LearnedScale, NPEquivariant, NPPool, PositionEncoding
 from magep_fast.spaces import WeightFeatures, WeightSpace
 from magep_fast.stack import Stack
@@ -40,6 +40,10 @@ class Config:
 
     def build(self, space: WeightSpace) -> nn.Module:
         """The network for inputs of one channel in this space."""
+        check_space(space)
+        return self._network(space)
+
+    def _network(self, space: WeightSpace) -> nn.Module:
         raise NotImplementedError
 
     def monomial(self, space: WeightSpace, d: int, e: int, activation: str | None = None) -> nn.Module:
@@ -146,7 +150,7 @@ class CnnGeneralization(Config):
     hidden: int = 500
     unit_paths: bool = False
 
-    def build(self, space: WeightSpace) -> Stack:
+    def _network(self, space: WeightSpace) -> Stack:
         c, flat = self.channels, space.with_taps(1)
         layers = [
             self.monomial(space, 1, c),
@@ -184,7 +188,7 @@ class InrClassification(Config):
     fourier: int = 0
     fourier_scale: float = 3.0
 
-    def build(self, space: WeightSpace) -> Stack:
+    def _network(self, space: WeightSpace) -> Stack:
         c, flat = self.channels, space.with_taps(1)
         return Stack(
             *([FourierFeatures(1, self.fourier, self.fourier_scale)] if self.fourier else []),
@@ -218,7 +222,7 @@ class FashionClassification(Config):
     classes: int = 10
     dropout: float = 0.1
 
-    def build(self, space: WeightSpace) -> Stack:
+    def _network(self, space: WeightSpace) -> Stack:
         c, flat = self.channels, space.with_taps(1)
         position = PositionEncoding(flat, self.max_frequency, self.bands)
         pooled = 2 * space.num_layers * self.np_channels
@@ -253,7 +257,7 @@ class StyleEditing(Config):
     np_layers: int = 3
     start_scale: float = 0.01
 
-    def build(self, space: WeightSpace) -> nn.Module:
+    def _network(self, space: WeightSpace) -> nn.Module:
         channels = (1, *(self.channels,) * self.layers)
         position = PositionEncoding(space, self.max_frequency, self.bands, layers=False)
         change = Stack(

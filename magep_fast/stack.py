@@ -31,8 +31,8 @@ class Stack(nn.Sequential):
 
     Between the layers of small networks, Python and autograd take longer than the kernels do. Here layers that follow
     one another are one operation: equivariant ones, an invariant one, and dense ones behind it (`nn.Linear` with
-    `nn.ReLU` between them and `nn.Sigmoid` at the end, in an `nn.Sequential` of their own or not). Outputs, gradients
-    and names of parameters are those of `nn.Sequential`.
+    `nn.ReLU` between them and `nn.Sigmoid` at the end, in an `nn.Sequential` of their own or not). Names of parameters
+    are those of `nn.Sequential`; outputs and gradients are too, up to rounding.
 
     Layers run one by one where it could make a difference or does not pay: with hooks on them, under autocast,
     torch.compile, tracing and the transforms of torch.func, for batches of more than `MOST_NETWORKS` networks or
@@ -64,6 +64,7 @@ def _is_observed() -> bool:
         or torch.jit.is_tracing()  # type: ignore[attr-defined]
         or transformed()
         or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
         or torch_module._has_any_global_hook()
     )
 

@@ -164,3 +164,8 @@ def test_unit_paths_of_networks_of_zeros_and_in_16_bits():
     )
     found, of_last = UnitPaths(space)(last_is_zero)
     assert of_last.isfinite().all() and all(x.isfinite().all() for x in found.tensors())
+
+
+def test_a_network_is_no_space():
+    with pytest.raises(TypeError, match="the space must be a WeightSpace, .*; found Linear"):
+        CnnGeneralization().build(nn.Linear(2, 3))

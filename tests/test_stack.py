@@ -4,6 +4,7 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from magep_fast import (
@@ -243,6 +244,16 @@ def test_what_looks_into_layers_sees_them():
     with FlopCounterMode(display=False) as counter:
         model(features)
     assert counter.get_total_flops() > 0
+    seen = []
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Calls():
+        model(features)
+    assert seen.count(nn.functional.linear) == 3
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same(compiled(features), model(features), 1e-5)
     jacobian = torch.func.jacrev(lambda x: model(WeightFeatures((x, *features.weights[1:]), features.biases)))
