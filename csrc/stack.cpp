@@ -28,6 +28,8 @@ std::vector<T*> arrays(T* first, const std::vector<Sizes>& shapes) {
   return data;
 }
 
+constexpr int64_t kMostDense = 1000;
+
 // One layer of a stack: its sizes, its share of the parameters, and where the workspace has what it keeps.
 struct Stage {
   StageKind kind = StageKind::linear;
@@ -41,6 +43,11 @@ struct Stage {
   // Where the workspace has its outputs (of dense layers: `hidden`), those before sin, and what its kernel saves,
   // saved_size numbers a network.
   int64_t kept = 0, before = 0, saved = 0, saved_size = 0;
+
+  // Whether slopes are computed from its outputs.
+  bool needs_outputs() const {
+    return kind == StageKind::dense ? dense.sigmoid : f == Activation::relu || f == Activation::tanh;
+  }
 };
 
 struct Plan {
@@ -61,7 +68,7 @@ struct Plan {
 
 // Consecutive parameters of a stage; an error if there are not as many.
 std::vector<Tensor> share(const char* op, const std::vector<Tensor>& parameters, size_t first, size_t count) {
-  STD_TORCH_CHECK(first + count <= parameters.size(), op, ": expected at least ", first + count,
+  STD_TORCH_CHECK(count <= parameters.size() - first, op, ": expected at least ", first + count,
                   " parameters for these layers; found ", parameters.size());
   return {parameters.begin() + static_cast<int64_t>(first), parameters.begin() + static_cast<int64_t>(first + count)};
 }
@@ -113,6 +120,8 @@ Plan make_plan(const char* op, const std::vector<Tensor>& features, const std::v
       case StageKind::invariant: {
         const auto matrix = share(op, parameters, first, 1);
         stage.shape = with_sharing({now.B, now.d, rows_of(op, matrix[0]), now.n}, matrix);
+        STD_TORCH_CHECK(now.d >= 1 && stage.shape.e >= 1, op, ": expected at least one channel and one invariant; found ",
+                        now.d, " and ", stage.shape.e);
         stage.parameters = matrix_shapes(stage.shape, false);
         stage.parameters.push_back(psi_shape(stage.shape, false));
         stage.saved_size = saved_size(stage.shape, Operation::invariant);
@@ -120,12 +129,13 @@ Plan make_plan(const char* op, const std::vector<Tensor>& features, const std::v
         break;
       }
       case StageKind::dense: {
-        STD_TORCH_CHECK(k > 0 && plan.last().kind == StageKind::invariant && width >= 1, op,
-                        ": dense layers, at least one, must follow an invariant layer");
+        STD_TORCH_CHECK(k > 0 && plan.last().kind == StageKind::invariant && 1 <= width && width <= kMostDense, op,
+                        ": dense layers, 1 to ", kMostDense, " of them, must follow an invariant layer");
         stage.dense = {now.B, {plan.last().shape.e}, flag != 0};
         const auto own = share(op, parameters, first, 2 * static_cast<size_t>(width));
         for (size_t p = 0; p < own.size(); p += 2) {
           stage.dense.widths.push_back(rows_of(op, own[p]));
+          STD_TORCH_CHECK(stage.dense.widths.back() >= 1, op, ": every dense layer must have at least one output");
           stage.parameters.push_back({stage.dense.widths[p / 2 + 1], stage.dense.widths[p / 2]});
           stage.parameters.push_back({stage.dense.widths[p / 2 + 1]});
           stage.hidden.push_back({now.B, stage.dense.widths[p / 2 + 1]});
@@ -215,7 +225,8 @@ void forward(const Plan& plan, std::vector<const T*> x, const T* const* paramete
   }
 }
 
-// x_bar: where the gradients of the features go; empty if nobody asks for them.
+// outputs: empty unless slopes are computed from them. x_bar: where the gradients of the features go; empty if nobody
+// asks for them.
 template <typename T>
 void backward(const Plan& plan, std::vector<const T*> bars, const std::vector<const T*>& features,
               const T* const* parameters, const std::vector<const T*>& outputs, const T* workspace,
@@ -235,7 +246,8 @@ void backward(const Plan& plan, std::vector<const T*> bars, const std::vector<co
     const auto bar = k == 0 && wanted ? x_bar : arrays(memory.data() + k % 2 * most, stage.inputs);
     const int64_t L = static_cast<int64_t>(x.size()) / 2;
     const auto known = stage.f == Activation::sin ? arrays(workspace + stage.before, stage.outputs) : y;
-    const OutputGradients<T> out_bar{bars.data(), bars.data() + L, known.data(), known.data() + L, stage.f};
+    const T* const* from = known.empty() ? nullptr : known.data();
+    const OutputGradients<T> out_bar{bars.data(), bars.data() + L, from, from ? from + L : nullptr, stage.f};
     switch (stage.kind) {
       case StageKind::linear:
         kernel.linear_backward(stage.linear, out_bar, x.data(), x.data() + L, own, wanted ? bar.data() : nullptr,
@@ -255,8 +267,9 @@ void backward(const Plan& plan, std::vector<const T*> bars, const std::vector<co
         break;
       }
       case StageKind::dense:
-        kernel.dense_backward(stage.dense, bars[0], x[0], own, dense_values(stage, y[0], workspace).data(), bar[0],
-                              own_bar, parallel);
+        kernel.dense_backward(stage.dense, bars[0], x[0], own,
+                              dense_values(stage, y.empty() ? nullptr : y[0], workspace).data(), bar[0], own_bar,
+                              parallel);
         break;
     }
     bars.assign(bar.begin(), bar.end());
@@ -305,7 +318,8 @@ std::vector<Tensor> stack_backward(std::vector<Tensor> grads, std::vector<Tensor
     const auto bars = checked<T>(grads, op, "grads", plan.last().outputs, dtype);
     const auto x = checked<T>(features, op, "features", plan.features(), dtype);
     const auto phi = checked<T>(parameters, op, "parameters", plan.parameters, dtype);
-    const auto y = checked<T>(outputs, op, "outputs", plan.last().outputs, dtype);
+    const auto y = checked<T>(outputs, op, "outputs",
+                              plan.last().needs_outputs() ? plan.last().outputs : std::vector<Sizes>{}, dtype);
     const auto kept = checked<T>({workspace}, op, "workspace", {{plan.workspace}}, dtype);
     std::vector<Tensor> results;
     std::vector<T*> x_bar;

@@ -21,6 +21,7 @@ enum class StageKind : int64_t { linear, equivariant, invariant, dense };
 std::vector<torch::stable::Tensor> stack(std::vector<torch::stable::Tensor> features,
                                          std::vector<torch::stable::Tensor> parameters, std::vector<int64_t> layers);
 
+// outputs: of the forward pass, if the last layer computes slopes from them (relu, tanh, sigmoid), else none.
 // -> gradients of parameters, and with `inputs` before them those of features
 std::vector<torch::stable::Tensor> stack_backward(std::vector<torch::stable::Tensor> grads,
                                                   std::vector<torch::stable::Tensor> features,

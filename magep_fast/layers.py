@@ -324,7 +324,8 @@ def _check_fused(activation: str | None) -> str | None:
 
 def check_space(space: WeightSpace) -> None:
     if not isinstance(space, WeightSpace):
-        raise TypeError(f"the space must be a WeightSpace, such as WeightSpace((1, 16, 10)); found {type(space).__name__}")
+        found = type(space).__name__
+        raise TypeError(f"the space must be a WeightSpace, such as WeightSpace((1, 16, 10)); found {found}")
 
 
 def _check_channels(**counts: int) -> None:

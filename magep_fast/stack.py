@@ -24,6 +24,7 @@ MOST_NETWORKS = 64
 """In a batch whose layers run together: for more of them, dense layers of torch are as fast as those here."""
 
 _Polynomial = MagepEquivariant | MagepInvariant
+_PLAIN = (Tensor, nn.Parameter)  # no subclass, whose sizes may be symbolic
 
 
 class Stack(nn.Sequential):
@@ -151,7 +152,7 @@ def _dense_layers(leaves: Sequence[nn.Module], width: int) -> list[nn.Module]:
         if type(leaf) is not (nn.ReLU if k % 2 else nn.Linear):
             break
         if isinstance(leaf, nn.Linear):
-            if leaf.in_features != width or leaf.bias is None:
+            if leaf.in_features != width or leaf.bias is None or not leaf.out_features:
                 break
             width, end = leaf.out_features, k + 1
     return list(leaves[:end])
@@ -164,20 +165,30 @@ class _Run:
         self.layers, self.modules = layers, [*layers, *dense]
         self.wanted = [(type(module), _parameter_names(module)) for module in self.modules]
         self.dense = DenseLayers((len(dense) + 1) // 2, type(dense[-1]) is nn.Sigmoid) if dense else None
-        self.known: list[object] | None = None  # for what the operation was found
-        self.operation: Operation | None = None
+        # For what the operation was found, and it; in one place, as several threads may call.
+        self.known: tuple[list[object] | None, Operation | None] = None, None
 
     def __call__(self, features: WeightFeatures) -> Any:
         operation = self._operation(features)
         parameters = None if operation is None else self._parameters()
         if operation is None or parameters is None:
-            for module in self.modules:
-                features = module(features)
-            return features
-        outputs = ops.stack(operation, features.weights + features.biases, parameters)
+            return self._one_by_one(features)
+        try:
+            outputs = ops.stack(operation, features.weights + features.biases, parameters)
+        except RuntimeError:
+            # Tensors that have changed their dtype or device since: the layers say it better.
+            self.layers[0]._check_all(features)
+            if all(_is_like(module, features) for module in self.modules):
+                raise
+            return self._one_by_one(features)
         if _ends(self.layers):
             return outputs[0]
         return WeightFeatures(outputs[: features.num_layers], outputs[features.num_layers :])
+
+    def _one_by_one(self, features: WeightFeatures) -> Any:
+        for module in self.modules:
+            features = module(features)
+        return features
 
     def _parameters(self) -> list[Tensor] | None:
         """As the operation takes them, or None if a module is no longer what it was."""
@@ -198,22 +209,25 @@ class _Run:
         # Little Python: this runs at every call, when the kernels have left nothing of the interpreter in the caches.
         first = self.layers[0]
         kind: list[object] | None = None
-        if isinstance(features, WeightFeatures) and features.biases and type(features.biases[0]) is Tensor:
+        if isinstance(features, WeightFeatures) and features.biases and type(features.biases[0]) in _PLAIN:
             bias = features.biases[0]
             kind = [x.shape for x in features.weights + features.biases]
             kind += (bias.dtype, bias.device, autocast_dtype(features))
             for layer in self.layers:
                 kind += (layer.activation, layer.backend)
             kind.append(requested_backend(first.backend))
-        if kind is None or kind != self.known:
+        known, operation = self.known
+        if kind is None or kind != known:
             first._check(features)
-            self.operation = None if kind is None else self._found(features)
-            self.known = None if self.operation is None else kind
-        return self.operation
+            operation = None if kind is None else self._found(features)
+            self.known = None if operation is None else kind, operation
+        return operation
 
     def _found(self, features: WeightFeatures) -> Operation | None:
-        batch, channels = features.batch_size, max(layer.table.in_channels for layer in self.layers)
-        numbers = batch * features.numbers_per_network * channels // self.layers[0].table.in_channels
+        channels = [layer.table.in_channels for layer in self.layers]
+        given = [layer.table.out_channels for layer in self.layers if type(layer) is not MagepInvariant]
+        batch = features.batch_size
+        numbers = batch * features.numbers_per_network * max(channels + given) // channels[0]
         if not 0 < batch <= MOST_NETWORKS or numbers > LARGEST or autocast_dtype(features) is not None:
             return None
         # Layers of another dtype or device than the features say so themselves.

@@ -219,9 +219,7 @@ def test_layer_refuses_wrong_arguments(make, message):
 
 @pytest.mark.parametrize("kind", [MagepEquivariant, MonomialEquivariant, MagepInvariant])
 def test_layer_refuses_what_is_no_space(kind):
-    with pytest.raises(
-        TypeError, match=escape("must be a WeightSpace, such as WeightSpace((1, 16, 10)); found '1-16'")
-    ):
+    with pytest.raises(TypeError, match=escape("must be a WeightSpace, such as WeightSpace((1, 16, 10)); found str")):
         kind("1-16", 2, 3)
 
 

@@ -167,5 +167,5 @@ def test_unit_paths_of_networks_of_zeros_and_in_16_bits():
 
 
 def test_a_network_is_no_space():
-    with pytest.raises(TypeError, match="the space must be a WeightSpace, .*; found Linear"):
+    with pytest.raises(TypeError, match=r"the space must be a WeightSpace, .*; found Linear"):
         CnnGeneralization().build(nn.Linear(2, 3))

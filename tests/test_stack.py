@@ -232,6 +232,8 @@ def test_large_batches_run_layer_by_layer(monkeypatch):
     many = random_features(CNN, 2, stack_module.MOST_NETWORKS + 1)
     assert not runs_together(model, many)
     assert_same(model(many)[:3], model(many[:3]), 1e-13)
+    wide = Stack(MagepEquivariant(SPACE, 2, 2), MagepEquivariant(SPACE, 2, 600)).double()
+    assert not runs_together(wide, random_features(SPACE, 2, 60))
     monkeypatch.setattr(stack_module, "LARGEST", 100)
     assert not runs_together(whole(), features)
 
@@ -258,6 +260,45 @@ def test_what_looks_into_layers_sees_them():
     assert_same(compiled(features), model(features), 1e-5)
     jacobian = torch.func.jacrev(lambda x: model(WeightFeatures((x, *features.weights[1:]), features.biases)))
     assert jacobian(features.weights[0]).shape == (2, 2, *features.weights[0].shape)
+
+
+@needs_kernels
+def test_outputs_may_be_changed_in_place():
+    features = random_features(SPACE, 2, 2)
+    for tail in ([nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Dropout(0.0), nn.Linear(4, 2)], [nn.Linear(4, 2)], []):
+        model = Stack(MagepEquivariant(SPACE, 2, 3), MagepInvariant(SPACE, 3, 4), *tail).double()
+        found = torch.autograd.grad(model(features).mul_(2).sum(), list(model.parameters()))
+        expected = torch.autograd.grad(2 * nn.Sequential(*model)(features).sum(), list(model.parameters()))
+        for x, y in zip(found, expected, strict=True):
+            assert_same(x, y, 1e-12)
+
+
+@needs_kernels
+def test_batches_of_gradients():
+    model, features = whole(), random_features(CNN, 2, 2)
+    output = model(features)
+    seeds = torch.eye(output.numel(), dtype=output.dtype).view(-1, *output.shape)
+    parameters = list(model.parameters())
+
+    def backward(seed):
+        return torch.autograd.grad(output, parameters, seed, retain_graph=True)
+
+    found = torch.func.vmap(backward)(seeds)
+    for k, seed in enumerate(seeds):
+        for x, y in zip(found, backward(seed), strict=True):
+            assert_same(x[k], y, 1e-11)
+
+
+@needs_kernels
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_dense_layers_without_neurons():
+    features = random_features(SPACE, 2, 2)
+    for tail in ([nn.Linear(4, 0), nn.ReLU(), nn.Linear(0, 2)], [nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 0)]):
+        model = Stack(MagepInvariant(SPACE, 2, 4), *tail).double()
+        found, expected = gradients(model, features), gradients(nn.Sequential(*model), features)
+        assert_same(found[0], expected[0], 1e-14)
+        for x, y in zip(found[1], expected[1], strict=True):
+            assert_same(x, y, 1e-12)
 
 
 def test_other_modules_stand_where_they_stood():
@@ -289,8 +330,11 @@ def test_errors_are_those_of_the_layers():
     model(features)
     with pytest.raises(ValueError, match=r"features are torch.float32 .* use features.to\(torch.float64\)"):
         model(features.to(torch.float32))
+    mixed = WeightFeatures((features.weights[0].float(), *features.weights[1:]), features.biases)
+    with pytest.raises(ValueError, match=r"layer 1: weights are torch\.float32 on cpu; expected torch\.float64"):
+        model(mixed)
     model[2].float()
-    with pytest.raises((ValueError, RuntimeError), match=r"float32|found shape .* and dtype Float"):
+    with pytest.raises(ValueError, match=r"features are torch\.float64 but the layer's parameters are torch\.float32"):
         model(features)
 
 
@@ -325,6 +369,7 @@ def test_names_and_copies_are_those_of_sequential():
         (lambda x: x["layers"].extend((1, 2, 0)), "expected at least 20 parameters for these layers; found 14"),
         (lambda x: x.update(layers=[2, 0, 0, 1, 4, 3]), "layer 1 of a stack has no features to take"),
         (lambda x: x.update(layers=[3, 1, 0]), "must follow an invariant layer"),
+        (lambda x: x.update(layers=[2, 0, 0, 3, 2**62, 0]), "1 to 1000 of them, must follow"),
         (lambda x: x["layers"].__setitem__(2, 9), "activation must be"),
         (lambda x: x["layers"].__setitem__(1, 0), "at least one channel"),
         (lambda x: x["parameters"].pop(), "expected 14 parameters for these layers; found 13"),

@@ -85,7 +85,7 @@ void test_dense(const DenseShape& s, const Parallel& parallel) {
     tensor[at] = before - step;
     const double left = (here - value()) / step;
     tensor[at] = before;
-    if (std::abs(right - left) > 1e-3 * (1 + std::abs(right))) return;
+    if (std::abs(right - left) > 1e-5 * (1 + std::abs(right))) return;
     CHECK(std::abs(gradient[at] - right) <= 1e-4 * (1 + std::abs(right)), "gradient %g, slope %g", gradient[at], right);
     ++compared;
   };

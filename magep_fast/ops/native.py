@@ -1,7 +1,8 @@
-"""The backend `cpu`: one native operator call per layer and direction.
+"""The backend `cpu`: one native operator call per layer, or per stack of layers, and direction.
 
 The operators `magep_fast::chain`, `::equivariant`, `::linear`, `::invariant` and their backwards take and return lists
-of tensors. They have fake kernels (for torch.compile and torch.export) and autograd formulas.
+of tensors. They have fake kernels (for torch.compile and torch.export) and autograd formulas. `magep_fast::_stack` has
+neither: where graphs are made, a `Stack` runs layer by layer.
 """
 
 from __future__ import annotations
@@ -240,18 +241,24 @@ class _Stack:
         )
 
     def keep(self, results: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        return results[: self.outputs], results
+        outputs, workspace = results[: self.outputs], results[self.outputs :]
+        last = self.parts[-1]
+        if isinstance(last, _Dense):
+            known = outputs if last.sigmoid else []
+        else:
+            known = [] if isinstance(last, _Invariant) else known_of(last.activation, outputs, [])
+        return outputs, [*known, *workspace]
 
     def backward(
         self, grads: Sequence[Tensor], tensors: Sequence[Tensor], kept: Sequence[Tensor], wanted: Sequence[bool]
     ) -> list[Tensor | None]:
         inputs = any(wanted[: self.inputs])
-        *outputs, workspace = kept
+        *known, workspace = kept
         found = torch.ops.magep_fast._stack_backward.default(
             list(grads),
             list(tensors[: self.inputs]),
             list(tensors[self.inputs :]),
-            outputs,
+            known,
             workspace,
             self.codes,
             inputs,

@@ -122,7 +122,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         tensors, kept = _saved(ctx)
-        if torch.is_grad_enabled():  # a further derivative is wanted
+        if torch.is_grad_enabled() or transformed():  # a further derivative is wanted, or a batch of gradients
             return None, *torch.func.vjp(ctx.operation.in_torch, *tensors)[1](grads)
         with torch._C._AutoDispatchBelowAutograd():
             return None, *ctx.operation.backward(grads, tensors, kept, ctx.needs_input_grad[1:])
