@@ -120,8 +120,8 @@ Plan make_plan(const char* op, const std::vector<Tensor>& features, const std::v
       case StageKind::invariant: {
         const auto matrix = share(op, parameters, first, 1);
         stage.shape = with_sharing({now.B, now.d, rows_of(op, matrix[0]), now.n}, matrix);
-        STD_TORCH_CHECK(now.d >= 1 && stage.shape.e >= 1, op, ": expected at least one channel and one invariant; found ",
-                        now.d, " and ", stage.shape.e);
+        STD_TORCH_CHECK(now.d >= 1 && stage.shape.e >= 1, op,
+                        ": expected at least one channel and one invariant; found ", now.d, " and ", stage.shape.e);
         stage.parameters = matrix_shapes(stage.shape, false);
         stage.parameters.push_back(psi_shape(stage.shape, false));
         stage.saved_size = saved_size(stage.shape, Operation::invariant);
