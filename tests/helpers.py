@@ -57,6 +57,13 @@ def gradients(layer, features):
     return output, torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
 
 
+def runs_together(model, features):
+    """Whether one node of autograd computes all of the model."""
+    output = model(features)
+    node = tensors_of(output)[0].grad_fn
+    return {type(f).__name__ for f, _ in node.next_functions if f is not None} == {"AccumulateGrad"}
+
+
 def assert_second_derivatives_are_those_of_torch_ops(layer, features, tolerance):
     features = features.map(lambda x: x.requires_grad_())
     inputs = (*features.tensors(), *layer.parameters())

@@ -2,12 +2,14 @@ import random
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
-from magep_fast import MagepEquivariant, MagepInvariant, MonomialEquivariant, WeightSpace, use_backend
+from magep_fast import MagepEquivariant, MagepInvariant, MonomialEquivariant, Stack, WeightSpace, use_backend
 from magep_fast.activations import FUNCTIONS
+from magep_fast.models import mlp
 from magep_fast.ops.library import missing_library
 from magep_fast.terms import NAMES
-from tests.helpers import Case, assert_same, gradients, threads
+from tests.helpers import Case, assert_same, gradients, runs_together, threads
 
 if missing_library() is not None:
     pytest.skip(missing_library(), allow_module_level=True)
@@ -74,3 +76,37 @@ def test_most_cases_reach_the_kernels():
     assert len(fused) > NUM_CASES / 2
     assert len({case.space for case in fused}) > NUM_CASES / 4
     assert {case.space.n_out == 1 for case in fused} == {True, False}
+
+
+def random_stack(case):
+    """One to three equivariant layers from the case's features on, most often an invariant one and dense ones."""
+    draw = random.Random(case.seed)
+    flat, channels = case.space.with_taps(1), case.in_channels
+    layers = [MonomialEquivariant(case.space, channels, channels, activation=case.activation)]
+    for _ in range(draw.randint(0, 2)):
+        before, channels = channels, draw.randint(1, 5)
+        layers.append(MagepEquivariant(flat, before, channels, activation=draw.choice((None, *FUNCTIONS))))
+    if len(layers) == 1 or draw.random() < 0.7:
+        width = draw.randint(1, 20)
+        layers.append(MagepInvariant(flat, channels, width, share_Wb=case.share_Wb))
+        if draw.random() < 0.7:
+            layers.append(mlp(width, *(draw.randint(1, 40) for _ in range(draw.randint(1, 3)))))
+            layers += [nn.Sigmoid()] if draw.random() < 0.5 else []
+    return Stack(*layers).double()
+
+
+@pytest.mark.parametrize("chunk", range(2))
+def test_random_stacks_agree_with_their_layers(chunk):
+    together = 0
+    for seed in range(chunk, 400, 2):
+        case = random_case(seed)
+        case = random_taps(case) if seed % 3 == 0 else case
+        features, stack = case.features(), random_stack(case)
+        together += runs_together(stack, features)
+        with threads(3 if seed % 5 == 0 else 1):
+            output, found = gradients(stack, features)
+            expected_output, expected = gradients(nn.Sequential(*stack), features)
+        assert_same(output, expected_output, 1e-12)
+        for x, y in zip(found, expected, strict=True):
+            assert_same(x, y, 1e-10)
+    assert together > 100  # but for networks without a hidden layer, which have no kernels

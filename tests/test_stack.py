@@ -19,7 +19,7 @@ from magep_fast import (
 from magep_fast import stack as stack_module
 from magep_fast.models import CnnGeneralization, mlp
 from magep_fast.ops.library import missing_library
-from tests.helpers import assert_same, gradients, random_features, threads
+from tests.helpers import assert_same, gradients, random_features, runs_together, threads
 
 SPACE = WeightSpace((2, 5, 4, 3))
 CNN = WeightSpace((1, 4, 6, 2), taps=(9, 9, 1))
@@ -48,13 +48,6 @@ def equivariant():
 
 def short():
     return Stack(MagepInvariant(SPACE, 2, 3), nn.Linear(3, 1)).double()
-
-
-def runs_together(model, features):
-    """Whether one node of autograd computes all of the model."""
-    output = model(features)
-    node = (output.weights[0] if isinstance(output, WeightFeatures) else output).grad_fn
-    return {type(f).__name__ for f, _ in node.next_functions if f is not None} == {"AccumulateGrad"}
 
 
 @needs_kernels
