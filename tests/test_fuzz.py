@@ -2,6 +2,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
 from magep_fast import MagepEquivariant, MagepInvariant, MonomialEquivariant, Stack, WeightSpace, use_backend
@@ -107,6 +108,7 @@ def test_random_stacks_agree_with_their_layers(chunk):
             output, found = gradients(stack, features)
             expected_output, expected = gradients(nn.Sequential(*stack), features)
         assert_same(output, expected_output, 1e-12)
+        largest = max(x.abs().max().item() for x in expected)  # of those that cancel, only rounding is left
         for x, y in zip(found, expected, strict=True):
-            assert_same(x, y, 1e-10)
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-11 * largest)
     assert together > 100  # but for networks without a hidden layer, which have no kernels
