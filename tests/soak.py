@@ -19,7 +19,7 @@ from rich.progress import Progress
 from torch import nn
 
 from benchmarks.report import wide_console
-from magep_fast import MagepEquivariant, MagepInvariant, MonomialEquivariant, WeightFeatures, WeightSpace
+from magep_fast import MagepEquivariant, MagepInvariant, MonomialEquivariant, Stack, WeightFeatures, WeightSpace
 from tests.helpers import random_features
 
 DEPTH, N_IN, N_OUT, TAPS = 4, 3, 5, (9, 9, 1, 1)
@@ -64,7 +64,7 @@ class Network(nn.Module):
         super().__init__()
         space = WeightSpace((N_IN, *(None,) * (DEPTH - 1), N_OUT), TAPS)
         plain = space.with_taps(1)
-        self.layers = nn.Sequential(
+        self.layers = Stack(
             MonomialEquivariant(space, 1, CHANNELS, activation="tanh"),
             MagepEquivariant(plain, CHANNELS, CHANNELS, activation="sin"),
             MagepEquivariant(plain, CHANNELS, CHANNELS, activation="tanh", share_Wb=True),
