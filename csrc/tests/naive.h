@@ -24,6 +24,13 @@ inline Matrix operator*(const Matrix& a, const Matrix& b) {
 
 using Tensors = std::vector<std::vector<double>>;
 
+template <typename T>
+std::vector<T*> pointers(std::vector<std::vector<T>>& tensors) {
+  std::vector<T*> out;
+  for (auto& tensor : tensors) out.push_back(tensor.data());
+  return out;
+}
+
 // Tensors of a layer, laid out as the kernels take them.
 struct Inputs {
   Tensors W, b, matrices;

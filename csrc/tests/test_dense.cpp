@@ -31,12 +31,6 @@ Tensors naive_dense(const DenseShape& s, const std::vector<double>& x, const Ten
   return values;
 }
 
-std::vector<double*> pointers(Tensors& tensors) {
-  std::vector<double*> out;
-  for (auto& tensor : tensors) out.push_back(tensor.data());
-  return out;
-}
-
 // Multiples of 1/16, so that without a sigmoid every number is exact. Gradients with one are those of the same layers
 // without it times y (1 - y).
 void test_dense(const DenseShape& s, const Parallel& parallel) {

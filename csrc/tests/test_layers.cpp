@@ -16,13 +16,6 @@ std::vector<std::vector<T>> convert(const Tensors& tensors) {
   return out;
 }
 
-template <typename T>
-std::vector<T*> pointers(std::vector<std::vector<T>>& tensors) {
-  std::vector<T*> out;
-  for (auto& tensor : tensors) out.push_back(tensor.data());
-  return out;
-}
-
 // Results start as NaN: what a kernel forgets to write cannot pass.
 template <typename T>
 std::vector<std::vector<T>> unwritten(const Tensors& like) {

@@ -79,12 +79,6 @@ Tensors naive_linear(const LinearShape& s, const LinearInputs& x) {
   return result;
 }
 
-std::vector<double*> pointers(Tensors& tensors) {
-  std::vector<double*> out;
-  for (auto& tensor : tensors) out.push_back(tensor.data());
-  return out;
-}
-
 Tensors unwritten(const Tensors& like) {
   Tensors out;
   for (const auto& tensor : like) out.emplace_back(tensor.size(), NAN);
