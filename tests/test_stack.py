@@ -50,6 +50,14 @@ def short():
     return Stack(MagepInvariant(SPACE, 2, 3), nn.Linear(3, 1)).double()
 
 
+def assert_like_sequential(model, features):
+    """Outputs and gradients are those of the layers one by one."""
+    found, expected = gradients(model, features), gradients(nn.Sequential(*model), features)
+    assert_same(found[0], expected[0], 1e-14)
+    for x, y in zip(found[1], expected[1], strict=True):
+        assert_same(x, y, 1e-12)
+
+
 @needs_kernels
 @pytest.mark.parametrize("activation", ["relu", "tanh", "sin", None])
 @pytest.mark.parametrize("sigmoid", [True, False])
@@ -57,10 +65,7 @@ def short():
 def test_values_and_gradients_are_those_of_the_layers(activation, sigmoid, share_Wb):
     model, features = whole(activation, sigmoid, share_Wb=share_Wb), random_features(CNN, 2, 3)
     assert runs_together(model, features)
-    found, expected = gradients(model, features), gradients(nn.Sequential(*model), features)
-    assert_same(found[0], expected[0], 1e-14)
-    for x, y in zip(found[1], expected[1], strict=True):
-        assert_same(x, y, 1e-12)
+    assert_like_sequential(model, features)
 
 
 @needs_kernels
@@ -70,10 +75,7 @@ def test_part_of_the_kinds(make, count):
     model, features = make(), random_features(SPACE, 2, 4)
     assert runs_together(model, features)
     with threads(count):
-        found, expected = gradients(model, features), gradients(nn.Sequential(*model), features)
-    assert_same(found[0], expected[0], 1e-14)
-    for x, y in zip(found[1], expected[1], strict=True):
-        assert_same(x, y, 1e-12)
+        assert_like_sequential(model, features)
 
 
 @needs_kernels
@@ -197,10 +199,7 @@ def test_a_layer_may_stand_twice():
     layer = MagepEquivariant(SPACE, 2, 2, activation="tanh")
     model, features = Stack(layer, layer, MagepInvariant(SPACE, 2, 3)).double(), random_features(SPACE, 2, 2)
     assert runs_together(model, features)
-    found, expected = gradients(model, features), gradients(nn.Sequential(*model), features)
-    assert_same(found[0], expected[0], 1e-14)
-    for x, y in zip(found[1], expected[1], strict=True):
-        assert_same(x, y, 1e-12)
+    assert_like_sequential(model, features)
 
 
 @needs_kernels
@@ -288,10 +287,7 @@ def test_dense_layers_without_neurons():
     features = random_features(SPACE, 2, 2)
     for tail in ([nn.Linear(4, 0), nn.ReLU(), nn.Linear(0, 2)], [nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 0)]):
         model = Stack(MagepInvariant(SPACE, 2, 4), *tail).double()
-        found, expected = gradients(model, features), gradients(nn.Sequential(*model), features)
-        assert_same(found[0], expected[0], 1e-14)
-        for x, y in zip(found[1], expected[1], strict=True):
-            assert_same(x, y, 1e-12)
+        assert_like_sequential(model, features)
 
 
 def test_other_modules_stand_where_they_stood():

@@ -6,65 +6,49 @@
 namespace magep {
 namespace MAGEP_ISA {
 
-// A row of numbers in the type of computation: where it lies, or converted into `space`.
-template <typename S, typename T>
-inline const T* row_as(const S* from, int64_t count, T* space) {
-  if constexpr (std::is_same_v<S, T>) {
-    (void)count, (void)space;
-    return from;
-  } else {
-    load_row(from, count, space);
-    return space;
-  }
-}
-
 // layers: weight [widths[k + 1], widths[k]] and bias [widths[k + 1]] of every layer k; values: the outputs, then the
 // [B, widths[k + 1]] of every other layer k.
-template <typename S, typename T>
-void dense_forward(const DenseShape& s, const S* x, const T* const* layers, S* const* values,
+template <typename T>
+void dense_forward(const DenseShape& s, const T* x, const T* const* layers, T* const* values,
                    const Parallel& parallel) {
-  thread_local std::vector<T> memory;
-  T* space = at_least(std::is_same_v<S, T> ? 0 : s.B * s.widest(), memory);
   const int64_t last = s.layers() - 1;
   for (int64_t k = 0; k <= last; ++k) {
     const int64_t K = s.widths[k], rows = s.widths[k + 1];
-    const T* F = row_as(k == 0 ? x : values[k], s.B * K, space);
+    const T* F = k == 0 ? x : values[k];
     const auto f = k < last ? Activation::relu : Activation::none;
-    readout(s.B, rows, K, layers[2 * k], F, K, Destination<S, T>{values[k < last ? k + 1 : 0], nullptr, f}, parallel,
+    readout(s.B, rows, K, layers[2 * k], F, K, Destination<T, T>{values[k < last ? k + 1 : 0], nullptr, f}, parallel,
             layers[2 * k + 1]);
   }
   if (!s.sigmoid) return;
-  for (int64_t r = 0; r < s.B * s.widths.back(); ++r)
-    store_one(T(1) / (T(1) + std::exp(-load_one<S, T>(values[0][r]))), values[0][r]);
+  for (int64_t r = 0; r < s.B * s.widths.back(); ++r) values[0][r] = T(1) / (T(1) + std::exp(-values[0][r]));
 }
 
 // x_bar may be null where nobody asks for it.
-template <typename S, typename T>
-void dense_backward(const DenseShape& s, const S* out_bar, const S* x, const T* const* layers, const S* const* values,
-                    S* x_bar, T* const* layers_bar, const Parallel& parallel) {
+template <typename T>
+void dense_backward(const DenseShape& s, const T* out_bar, const T* x, const T* const* layers, const T* const* values,
+                    T* x_bar, T* const* layers_bar, const Parallel& parallel) {
   const int64_t last = s.layers() - 1, size = s.B * s.widest();
   int64_t most = 1;
   for (int64_t k = 0; k <= last; ++k)
     most = std::max(most, readout_parts(s.B, s.widths[k + 1], s.widths[k], parallel.threads));
   thread_local std::vector<T> memory;
-  T *bar = at_least((2 + most) * size, memory), *space = bar + size, *F_bar = space + size;
+  T *bar = at_least((1 + most) * size, memory), *F_bar = bar + size;
   load_row(out_bar, s.B * s.widths.back(), bar);
   for (int64_t r = 0; s.sigmoid && r < s.B * s.widths.back(); ++r) {
-    const T y = load_one<S, T>(values[0][r]);
+    const T y = values[0][r];
     bar[r] *= y * (T(1) - y);
   }
   for (int64_t k = last; k >= 0; --k) {
     const int64_t K = s.widths[k], rows = s.widths[k + 1];
-    const S* before = k == 0 ? x : values[k];
+    const T* before = k == 0 ? x : values[k];
     T* bias_bar = layers_bar[2 * k + 1];
     std::memcpy(bias_bar, bar, rows * sizeof(T));
     for (int64_t net = 1; net < s.B; ++net) add(rows, bar + net * rows, bias_bar);
-    readout_backward(s.B, rows, K, layers[2 * k], row_as(before, s.B * K, space), K, bar, F_bar, layers_bar[2 * k],
-                     parallel);
+    readout_backward(s.B, rows, K, layers[2 * k], before, K, bar, F_bar, layers_bar[2 * k], parallel);
     const int64_t parts = readout_parts(s.B, rows, K, parallel.threads);
     for (int64_t net = 0; net < s.B; ++net) sum_parts(parts, s.B, K, net, F_bar);
     if (k > 0)
-      load_row(Incoming<T, T>{F_bar, row_as(before, s.B * K, space), Activation::relu}, s.B * K, bar);
+      load_row(Incoming<T, T>{F_bar, before, Activation::relu}, s.B * K, bar);
     else if (x_bar)
       store_row(F_bar, s.B * K, x_bar);
   }

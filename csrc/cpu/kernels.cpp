@@ -16,8 +16,8 @@ template <typename S, typename T>
 constexpr Kernels<S, T> entries() {
   return {&chain_products<S, T>,       &chain_products_backward<S, T>, &equivariant_forward<S, T>,
           &equivariant_backward<S, T>, &linear_forward<S, T>,          &linear_backward<S, T>,
-          &invariant_forward<S, T>,    &invariant_backward<S, T>,      &dense_forward<S, T>,
-          &dense_backward<S, T>};
+          &invariant_forward<S, T>,    &invariant_backward<S, T>,      &dense_forward<T>,
+          &dense_backward<T>};
 }
 
 extern const KernelTable table;

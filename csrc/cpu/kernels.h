@@ -28,9 +28,9 @@ struct Kernels {
   void (*invariant_backward)(const Shape&, const S* out_bar, const S* const* W, const S* const* b, const T* matrix,
                              const T* psi, const T* saved, S* const* W_bar, S* const* b_bar, T* matrix_bar, T* psi_bar,
                              const Parallel&);
-  void (*dense_forward)(const DenseShape&, const S* x, const T* const* layers, S* const* values, const Parallel&);
-  void (*dense_backward)(const DenseShape&, const S* out_bar, const S* x, const T* const* layers,
-                         const S* const* values, S* x_bar, T* const* layers_bar, const Parallel&);
+  void (*dense_forward)(const DenseShape&, const T* x, const T* const* layers, T* const* values, const Parallel&);
+  void (*dense_backward)(const DenseShape&, const T* out_bar, const T* x, const T* const* layers,
+                         const T* const* values, T* x_bar, T* const* layers_bar, const Parallel&);
 };
 
 struct KernelTable {

@@ -47,7 +47,7 @@ void test_dense(const DenseShape& s, const Parallel& parallel) {
   Tensors values;
   for (const auto& tensor : expected) values.emplace_back(tensor.size(), NAN);
   const auto to = pointers(values), phi = pointers(layers);
-  dense_forward<double, double>(s, x.data(), phi.data(), to.data(), parallel);
+  dense_forward<double>(s, x.data(), phi.data(), to.data(), parallel);
   for (size_t k = 0; k < values.size(); ++k)
     for (size_t at = 0; at < values[k].size(); ++at)
       CHECK(std::abs(values[k][at] - expected[k][at]) <= 1e-15, "layer %zu at %zu", k, at);
@@ -58,9 +58,8 @@ void test_dense(const DenseShape& s, const Parallel& parallel) {
   for (const auto& tensor : layers) bars.emplace_back(tensor.size(), NAN);
   Tensors without = bars;
   const auto bar = pointers(bars), bar_without = pointers(without);
-  dense_backward<double, double>(s, seeds.data(), x.data(), phi.data(), to.data(), x_bar.data(), bar.data(), parallel);
-  dense_backward<double, double>(s, seeds.data(), x.data(), phi.data(), to.data(), nullptr, bar_without.data(),
-                                 parallel);
+  dense_backward<double>(s, seeds.data(), x.data(), phi.data(), to.data(), x_bar.data(), bar.data(), parallel);
+  dense_backward<double>(s, seeds.data(), x.data(), phi.data(), to.data(), nullptr, bar_without.data(), parallel);
   CHECK(bars == without, "gradients of layers depend on whether that of x is wanted");
 
   DenseShape plain = s;
