@@ -234,17 +234,8 @@ void gemm_dot(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T*
 // to[c, r] = from[r, c] for up to kSquare rows and columns; memory beyond them is neither read nor written.
 #if defined(__AVX512F__)
 constexpr int64_t kSquare = 16;
-// `whole`: 16 rows and columns, known when compiled. Nothing that is read soon should be stored under a mask: a load
-// cannot take it from the store but waits for the cache.
-template <bool whole>
-inline void transpose_vectors(int rows, int columns, const float* from, int64_t ld_from, float* to, int64_t ld_to) {
-  __m512 r[16], s[16];
-  const __mmask16 row = static_cast<__mmask16>((1u << columns) - 1), column = static_cast<__mmask16>((1u << rows) - 1);
-#pragma GCC unroll 16
-  for (int k = 0; k < 16; ++k)
-    r[k] = whole      ? _mm512_loadu_ps(from + k * ld_from)
-           : k < rows ? _mm512_maskz_loadu_ps(row, from + k * ld_from)
-                      : _mm512_setzero_ps();
+inline void transpose_registers(__m512* r) {
+  __m512 s[16];
 #pragma GCC unroll 16
   for (int k = 0; k < 16; k += 2) {
     s[k] = _mm512_unpacklo_ps(r[k], r[k + 1]);
@@ -272,6 +263,19 @@ inline void transpose_vectors(int rows, int columns, const float* from, int64_t 
     r[8 + c] = _mm512_shuffle_f32x4(s[c], s[8 + c], 0xdd);
     r[12 + c] = _mm512_shuffle_f32x4(s[4 + c], s[12 + c], 0xdd);
   }
+}
+// `whole`: 16 rows and columns, known when compiled. Nothing that is read soon should be stored under a mask: a load
+// cannot take it from the store but waits for the cache.
+template <bool whole>
+inline void transpose_vectors(int rows, int columns, const float* from, int64_t ld_from, float* to, int64_t ld_to) {
+  __m512 r[16];
+  const __mmask16 row = static_cast<__mmask16>((1u << columns) - 1), column = static_cast<__mmask16>((1u << rows) - 1);
+#pragma GCC unroll 16
+  for (int k = 0; k < 16; ++k)
+    r[k] = whole      ? _mm512_loadu_ps(from + k * ld_from)
+           : k < rows ? _mm512_maskz_loadu_ps(row, from + k * ld_from)
+                      : _mm512_setzero_ps();
+  transpose_registers(r);
 #pragma GCC unroll 16
   for (int k = 0; k < 16; ++k)
     if (whole)
@@ -329,6 +333,25 @@ void transpose(int64_t rows, int64_t columns, const T* from, int64_t ld_from, T*
       transpose_square(static_cast<int>(std::min(kSquare, rows - r)), static_cast<int>(std::min(kSquare, columns - c)),
                        from + r * ld_from + c, ld_from, to + c * ld_to + r, ld_to);
     }
+}
+
+// The columns of a matrix of at most kWidth rows and columns as vectors; lanes beyond `rows` are zero. Sizes are numbers
+// or constants.
+template <typename T, typename Rows, typename Columns>
+inline void load_columns(Rows rows, Columns columns, const T* from, int64_t ld, typename Simd<T>::Vec* to) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+#pragma GCC unroll 16
+    for (int k = 0; k < 16; ++k)
+      to[k] = k < rows ? load_lanes(from + k * ld, columns) : typename Simd<T>::Vec{};
+    transpose_registers(reinterpret_cast<__m512*>(to));
+    return;
+  }
+#endif
+  for (int c = 0; c < columns; ++c) {
+    to[c] = typename Simd<T>::Vec{};
+    for (int r = 0; r < rows; ++r) to[c][r] = from[r * ld + c];
+  }
 }
 
 constexpr int64_t kTransposedBlock = 4096;  // numbers of B that gemm_transposed takes at once
