@@ -173,13 +173,22 @@ struct Incoming {
 };
 
 template <typename S, typename T>
-inline void load_row(Incoming<S, T> from, int64_t count, T* to) {
-  load_row(from.bar, count, to);
-  if (from.f == Activation::none) return;
-  for_lanes<T>(count, [&](int64_t k, auto lanes) {
+inline typename Simd<T>::Vec load_vector(const S* from, int lanes) {
+  if constexpr (std::is_same_v<S, T>) {
+    return load_lanes(from, lanes);
+  } else {
     T row[Simd<T>::kWidth] = {};
-    load_row(from.known + k, lanes, row);
-    store_lanes(to + k, activation_gradient<T>(from.f, load_lanes(to + k, lanes), Simd<T>::load(row)), lanes);
+    load_row(from, lanes, row);
+    return Simd<T>::load(row);
+  }
+}
+
+template <typename S, typename T>
+inline void load_row(Incoming<S, T> from, int64_t count, T* to) {
+  if (from.f == Activation::none) return load_row(from.bar, count, to);
+  for_lanes<T>(count, [&](int64_t k, auto lanes) {
+    const auto bar = load_vector<S, T>(from.bar + k, lanes), known = load_vector<S, T>(from.known + k, lanes);
+    store_lanes(to + k, activation_gradient<T>(from.f, bar, known), lanes);
   });
 }
 

@@ -374,16 +374,20 @@ struct EquivariantCall {
       multiply_to(d, s.e, {phi_transposed, s.e, 1}, bar, ld, W_bar_net, i, j, k, rows, columns, space);
       gemm<T>(2 * d, size, s.e, {phi_transposed + d * s.e, s.e, 1}, bar, ld, data_bar, ld, false);
       for (int64_t channel = 0; channel < d; ++channel) {
-        const T* WW_bar = data_bar + channel * ld;
-        gemm<T>(rank, columns, rows, {left.data + channel * left.channel_stride + j, left.row_stride, 1}, WW_bar,
-                columns, grad + right.offset + channel * right.channel_stride + k, right.row_stride, true);
-        gemm_dot<T>(rows, rank, columns, WW_bar, columns, saved + right.offset + channel * right.channel_stride + k,
-                    right.row_stride, left_bar + (channel * n + j) * rank, rank, true);
-        const T* bW_bar = data_bar + (d + channel) * ld;
-        const T *b = saved + b_row + channel * a.ld + j, *g = saved + g_row + channel * r.ld + k;
-        T *b_bar = grad + b_row + channel * a.ld + j, *g_bar = grad + g_row + channel * r.ld + k;
-        gemm_dot<T>(1, rows, columns, g, columns, bW_bar, columns, b_bar, rows, true);
-        gemm<T>(1, columns, rows, {b, 0, 1}, bW_bar, columns, g_bar, columns, true);
+        const T *WW_bar = data_bar + channel * ld, *bW_bar = data_bar + (d + channel) * ld;
+        const T* factor = saved + right.offset + channel * right.channel_stride + k;
+        T* factor_bar = grad + right.offset + channel * right.channel_stride + k;
+        T* own_left_bar = left_bar + (channel * n + j) * rank;
+        if (rank == 1) {
+          outer_backward(rows, columns, left.data + channel * left.channel_stride + j, factor, WW_bar, own_left_bar,
+                         factor_bar);
+        } else {
+          gemm<T>(rank, columns, rows, {left.data + channel * left.channel_stride + j, left.row_stride, 1}, WW_bar,
+                  columns, factor_bar, right.row_stride, true);
+          gemm_dot<T>(rows, rank, columns, WW_bar, columns, factor, right.row_stride, own_left_bar, rank, true);
+        }
+        const int64_t b_at = b_row + channel * a.ld + j, g_at = g_row + channel * r.ld + k;
+        outer_backward(rows, columns, saved + b_at, saved + g_at, bW_bar, grad + b_at, grad + g_at);
       }
     });
     for (int64_t channel = 0; channel < d; ++channel)

@@ -375,5 +375,39 @@ void gemm_transposed(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, c
   }
 }
 
+// The reverse of `outer`, out[r, :] = left[r] right[:]:
+// left_bar[r] += sum_k bar[r, k] right[k], right_bar[k] += sum_r left[r] bar[r, k].
+template <typename T>
+inline void outer_backward(int64_t rows, int64_t n, const T* left, const T* right, const T* bar, T* left_bar,
+                           T* right_bar) {
+  constexpr int W = Simd<T>::kWidth;
+  if (n != W) {
+    gemm_dot<T>(1, rows, n, right, n, bar, n, left_bar, rows, true);
+    gemm<T>(1, n, rows, {left, 0, 1}, bar, n, right_bar, n, true);
+    return;
+  }
+  using Vec = typename Simd<T>::Vec;
+  const Vec factor = Simd<T>::load(right);
+  Vec even = Simd<T>::load(right_bar), odd{};
+  int64_t first = 0;
+  for (; first + W <= rows; first += W) {
+    Vec products[W];
+#pragma GCC unroll 16
+    for (int r = 0; r < W; r += 2) {
+      const Vec row = Simd<T>::load(bar + (first + r) * W), next = Simd<T>::load(bar + (first + r + 1) * W);
+      products[r] = row * factor;
+      products[r + 1] = next * factor;
+      even += Simd<T>::broadcast(left[first + r]) * row;
+      odd += Simd<T>::broadcast(left[first + r + 1]) * next;
+    }
+    Simd<T>::store(left_bar + first, Simd<T>::load(left_bar + first) + sums<T>(products));
+  }
+  Simd<T>::store(right_bar, even + odd);
+  if (first < rows) {
+    gemm_dot<T>(1, rows - first, n, right, n, bar + first * W, n, left_bar + first, rows - first, true);
+    gemm<T>(1, n, rows - first, {left + first, 0, 1}, bar + first * W, n, right_bar, n, true);
+  }
+}
+
 }  // namespace MAGEP_ISA
 }  // namespace magep

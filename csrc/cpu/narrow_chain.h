@@ -106,6 +106,14 @@ struct NarrowChain {
     return first + section.offset + channel * section.channel_stride;
   }
 
+  // A row of what is kept. The one that belongs to the channel after next is fetched: where another core has read it, a
+  // store would wait.
+  template <typename Width>
+  static inline void keep(T* to, Vec row, Width n) {
+    store_lanes(to, row, n);
+    __builtin_prefetch(to + 2 * n, 1);
+  }
+
   // The prefix of a layer waits for that of the layer before, the suffixes do not: they take turns.
   void forward(bool suffix, T* saved, Scratch<T> scratch) const {
     const Shape& s = x.s;
@@ -134,7 +142,7 @@ struct NarrowChain {
     const auto n = hidden(1);
     for (int64_t q = 0; q < n_0; ++q) {
       for (int j = 0; j < n; ++j) to[q * W + j] = load_one<S, T>(w[j * n_0 + q]);
-      store_lanes(part(saved, a) + q * a.row_stride, Lanes::load(to + q * W), n);
+      keep(part(saved, a) + q * a.row_stride, Lanes::load(to + q * W), n);
     }
     keep_bias(1, n, to, saved);
   }
@@ -143,7 +151,7 @@ struct NarrowChain {
     const Section& a = x.at.A[i];
     const int64_t row = a.rows - 1;
     load_row(x.bias(i, net, channel), n, to + row * W);
-    store_lanes(part(saved, a) + row * a.row_stride, Lanes::load(to + row * W), n);
+    keep(part(saved, a) + row * a.row_stride, Lanes::load(to + row * W), n);
   }
 
   // A_i = W_i [A_(i-1) | b_(i-1)], written twice: for the next product, and to what is kept.
@@ -159,7 +167,7 @@ struct NarrowChain {
       add_products<T>(sums, m, from + c * W, W, right);
       for (int r = 0; r < R; ++r) {
         Lanes::store(to + (c + r) * W, sums[r]);
-        store_lanes(kept + (c + r) * a.row_stride, sums[r], n);
+        keep(kept + (c + r) * a.row_stride, sums[r], n);
       }
     });
     keep_bias(i, n, to, saved);
@@ -174,7 +182,7 @@ struct NarrowChain {
     for (int64_t p = 0; p < x.s.n_L(); ++p) {
       const Vec row = load_lanes(w + p * n, n);
       Lanes::store(to + p * W, row);
-      store_lanes(kept + p * S_t.row_stride, row, n);
+      keep(kept + p * S_t.row_stride, row, n);
     }
   }
 
@@ -190,7 +198,7 @@ struct NarrowChain {
       add_products<T>(sums, hidden(t + 1), from + p * W, kRow, kOne, w, n, n);
       for (int r = 0; r < R; ++r) {
         Lanes::store(to + (p + r) * W, sums[r]);
-        store_lanes(kept + (p + r) * S_t.row_stride, sums[r], n);
+        keep(kept + (p + r) * S_t.row_stride, sums[r], n);
       }
     });
   }
@@ -204,7 +212,7 @@ struct NarrowChain {
       Vec sums[decltype(R)::value] = {};
       add_products<T>(sums, n_L, connection + q * n_L * d, n_L * d, d, suffixes + (i - 2) * n_L * W, W, kRow);
       for (int r = 0; r < R; ++r)
-        store_lanes(part(saved, right) + (q + r) * right.row_stride, sums[r], hidden(i - 1));
+        keep(part(saved, right) + (q + r) * right.row_stride, sums[r], hidden(i - 1));
     });
   }
 
