@@ -335,22 +335,22 @@ void transpose(int64_t rows, int64_t columns, const T* from, int64_t ld_from, T*
     }
 }
 
-// The columns of a matrix of at most kWidth rows and columns as vectors; lanes beyond `rows` are zero. Sizes are numbers
-// or constants.
+// The columns of a matrix of at most kWidth rows and columns as vectors; lanes beyond `rows` are zero. Sizes are
+// numbers or constants.
 template <typename T, typename Rows, typename Columns>
 inline void load_columns(Rows rows, Columns columns, const T* from, int64_t ld, typename Simd<T>::Vec* to) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(T) == 4) {
 #pragma GCC unroll 16
-    for (int k = 0; k < 16; ++k)
-      to[k] = k < rows ? load_lanes(from + k * ld, columns) : typename Simd<T>::Vec{};
+    for (int k = 0; k < 16; ++k) to[k] = k < rows ? load_lanes(from + k * ld, columns) : typename Simd<T>::Vec{};
     transpose_registers(reinterpret_cast<__m512*>(to));
     return;
   }
 #endif
   for (int c = 0; c < columns; ++c) {
-    to[c] = typename Simd<T>::Vec{};
-    for (int r = 0; r < rows; ++r) to[c][r] = from[r * ld + c];
+    typename Simd<T>::Vec column{};
+    for (int r = 0; r < rows; ++r) column[r] = from[r * ld + c];
+    to[c] = column;
   }
 }
 

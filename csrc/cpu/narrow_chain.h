@@ -49,8 +49,8 @@ inline void for_few_rows(int64_t rows, Body&& body) {
 template <typename T, int R, typename Inner, typename Row, typename Column, typename Lanes>
 inline void add_products(typename Simd<T>::Vec (&sums)[R], Inner inner, const T* a, Row a_row, Column a_column,
                          const T* b, int64_t ldb, Lanes lanes) {
-#pragma GCC unroll 4
-  for (int64_t k = 0; k < inner; ++k) {
+  const int64_t count = inner;
+  for (int64_t k = 0; k < count; ++k) {
     const auto right = load_lanes(b + k * ldb, lanes);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) sums[r] += Simd<T>::broadcast(a[r * a_row + k * a_column]) * right;
@@ -61,17 +61,18 @@ inline void add_products(typename Simd<T>::Vec (&sums)[R], Inner inner, const T*
 template <typename T, int R, typename Inner>
 inline void add_products(typename Simd<T>::Vec (&sums)[R], Inner inner, const T* a, int64_t a_row,
                          const typename Simd<T>::Vec* b) {
+  const int count = inner;
   typename Simd<T>::Vec odd[R] = {};
 #pragma GCC unroll 8
-  for (int k = 0; k + 1 < inner; k += 2)
+  for (int k = 0; k + 1 < count; k += 2)
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       sums[r] += Simd<T>::broadcast(a[r * a_row + k]) * b[k];
       odd[r] += Simd<T>::broadcast(a[r * a_row + k + 1]) * b[k + 1];
     }
-  if (inner % 2)
+  if (count % 2)
 #pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) sums[r] += Simd<T>::broadcast(a[r * a_row + inner - 1]) * b[inner - 1];
+    for (int r = 0; r < R; ++r) sums[r] += Simd<T>::broadcast(a[r * a_row + count - 1]) * b[count - 1];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) sums[r] += odd[r];
 }
@@ -89,9 +90,7 @@ struct NarrowChain {
   int64_t net, channel;
   T* space;  // for a matrix in the type of computation
 
-  static int64_t scratch_size(const Shape& s) {
-    return (2 * s.columns(s.L()) + (s.L() - 1) * s.n_L()) * W + 64;
-  }
+  static int64_t scratch_size(const Shape& s) { return (2 * s.columns(s.L()) + (s.L() - 1) * s.n_L()) * W + 64; }
 
   int64_t L() const { return x.s.L(); }
   auto hidden(int64_t i) const {
@@ -122,8 +121,10 @@ struct NarrowChain {
     first_prefix(A, saved);
     if (suffix) last_suffix(suffixes, saved);
     for (int64_t i = 2; i <= L(); ++i) {
-      if (i < L()) prefix(i, hidden(i), A, next, saved);
-      else prefix(i, static_cast<int>(s.n_L()), A, next, saved);
+      if (i < L())
+        prefix(i, hidden(i), A, next, saved);
+      else
+        prefix(i, static_cast<int>(s.n_L()), A, next, saved);
       std::swap(A, next);
       if (suffix && i < L()) suffix_of(L() - i, suffixes, saved);
     }
@@ -211,8 +212,7 @@ struct NarrowChain {
     for_row_blocks(right.rows, [&](auto R, int64_t q) {
       Vec sums[decltype(R)::value] = {};
       add_products<T>(sums, n_L, connection + q * n_L * d, n_L * d, d, suffixes + (i - 2) * n_L * W, W, kRow);
-      for (int r = 0; r < R; ++r)
-        keep(part(saved, right) + (q + r) * right.row_stride, sums[r], hidden(i - 1));
+      for (int r = 0; r < R; ++r) keep(part(saved, right) + (q + r) * right.row_stride, sums[r], hidden(i - 1));
     });
   }
 
