@@ -194,7 +194,7 @@ class _State:
         self.group = list(optimizer.param_groups[0]["params"])
         for p in self.group:  # in the order in which torch would
             optimizer.state[p].update(views[p])
-        self.keys, self.entries = list(optimizer.state), list(optimizer.state.values())
+        self.entries = list(optimizer.state.values())
         self.own = [optimizer.state[p] for p in parameters]
         self.views = self._tensors()
 
@@ -204,12 +204,10 @@ class _State:
 
     def is_current(self, optimizer: torch.optim.Adam, parameters: list[Tensor]) -> bool:
         """Whether these are still the parameters, and the optimizer's state still consists of views."""
-        state = optimizer.state
         return (
             _same(parameters, self.parameters)
             and _same(optimizer.param_groups[0]["params"], self.group)
-            and _same(state, self.keys)
-            and _same(state.values(), self.entries)
+            and _same(optimizer.state.values(), self.entries)
             and _same(self._tensors(), self.views)
             and [p.shape for p in parameters] == self.shapes
             and parameters[0].dtype == self.means.dtype

@@ -238,6 +238,11 @@ def in_two_groups(model):
     return torch.optim.Adam([{"params": [first], "lr": 0.1}, {"params": rest}], lr=0.01)
 
 
+def with_another_group(model):
+    other = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    return torch.optim.Adam([{"params": list(model.parameters())}, {"params": [other]}], lr=0.01)
+
+
 class Clipping(torch.optim.Adam):
     def step(self, closure=None):
         nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1e-3)
@@ -263,6 +268,7 @@ ORDINARY = {
     "amsgrad": (lambda model: torch.optim.Adam(model.parameters(), lr=0.01, amsgrad=True), nothing),
     "maximize": (lambda model: torch.optim.Adam(model.parameters(), lr=0.01, maximize=True), nothing),
     "two groups": (in_two_groups, nothing),
+    "a group of others": (with_another_group, nothing),
     "a layer that is not trained": (without_a_layer, nothing),
     "another parameter": (with_another_parameter, nothing),
     "another optimizer": (lambda model: torch.optim.SGD(model.parameters(), lr=0.01), nothing),
@@ -376,6 +382,8 @@ def test_ordinary_steps_around_the_call(updates):
     assert not updates
     with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
         step(*batches(1)[0])
+    with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
+        TrainingStep(step.model, torch.enable_grad()(square), step.optimizer)(*batches(1)[0])
     assert not updates
     assert_same_training(step, model, optimizer, batches())
     assert len(updates) == STEPS
@@ -501,13 +509,15 @@ def test_entries_of_the_state_that_were_replaced(updates):
     for each, its in ((step.model, step.optimizer), (model, optimizer)):
         entry = its.state[each[1].weight_1]
         entry["exp_avg"] = torch.ones_like(entry["exp_avg"])
+    assert_same_training(step, model, optimizer, batches())
+    for each, its in ((step.model, step.optimizer), (model, optimizer)):
         its.state[each[1].weight_2] = {name: x.clone() for name, x in its.state[each[1].weight_2].items()}
     assert_same_training(step, model, optimizer, batches())
     for its in (step.optimizer, optimizer):
         for entry in its.state.values():
             entry["step"].zero_()
     assert_same_training(step, model, optimizer, batches())
-    assert len(updates) == 3 * STEPS
+    assert len(updates) == 4 * STEPS
 
 
 @needs_kernels
@@ -521,6 +531,41 @@ def test_a_layer_that_was_replaced_is_not_the_optimizer_s(updates):
         assert_same(step(features, targets), ordinary_step(model, square, optimizer, features, targets), 1e-11)
     assert len(updates) == before
     assert torch.equal(step.model[2].psi, model[2].psi)
+
+
+@needs_kernels
+def test_a_parameter_that_was_taken_from_the_optimizer(updates):
+    step, model, optimizer = pair(model_of())
+    assert_same_training(step, model, optimizer, batches())
+    before = len(updates)
+    for its in (step.optimizer, optimizer):
+        its.param_groups[0]["params"].pop()
+    assert_same_training(step, model, optimizer, batches())
+    assert len(updates) == before
+
+
+@needs_kernels
+@pytest.mark.parametrize("change", ["dtype", "shape"])
+def test_parameters_that_no_longer_fit_the_state(change):
+    """As for torch itself, whose error it is."""
+    step, model, optimizer = pair(model_of())
+    features, targets = batches(1)[0]
+    step(features, targets)
+    ordinary_step(model, square, optimizer, features, targets)
+    for each in (step.model, model):
+        if change == "dtype":
+            each.float()
+        else:
+            first, _, second = each[3][:3]
+            first.weight.data, first.bias.data = first.weight.data[:-20].clone(), first.bias.data[:-20].clone()
+            second.weight.data = second.weight.data[:, :-20].clone()
+    dtype = step.model[0].weight_1.dtype
+    errors = []
+    for call in (step, lambda *data: ordinary_step(model, square, optimizer, *data)):
+        with pytest.raises(RuntimeError) as caught:
+            call(features.to(dtype), targets.to(dtype))
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
 
 
 @needs_kernels
