@@ -45,7 +45,7 @@ PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --nu
 # Tracing makes Python slower by half and more, so only the tests that reach most of magep_fast/ between them are traced.
 # Lines that none of them runs are listed; fewer than 90 % is a failure.
 TRACED := $(patsubst %,tests/test_%.py,backends chain convert cuda info layers library models permutation ragged spaces \
-  swap symmetry terms triton_backend)
+  swap symmetry terms training_step triton_backend)
 
 test: $(STAMP)
 	$(PYTEST) $(TRACED:%=--ignore=%)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -88,7 +89,7 @@ def disagreement(found: list[Tensor], expected: list[Tensor]) -> float:
         errors = [
             float((x - y).abs().max() / y.abs().max().clamp_min(1e-30)) for x, y in zip(found, expected, strict=True)
         ]
-    return max(errors, default=0.0)
+    return math.nan if any(map(math.isnan, errors)) else max(errors, default=0.0)
 
 
 def measure(

@@ -36,6 +36,7 @@ REFERENCE, COMPILED, FUSED = "MAGEP-reference", "MAGEP-compiled", "MAGEP-fused"
 TOLERANCE = 1e-3
 NOT_IN_PAPER = PaperRow()
 QUICK_NETWORKS = 512
+COMPARED_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,11 @@ class Subject:
         output = trainer.model(networks)
         trained = [p for p in trainer.model.parameters() if p.requires_grad]
         return [output, *torch.autograd.grad(trainer.loss(output, targets), trained)]
+
+    def losses(self, steps: int) -> list[Tensor]:
+        """Of further steps of training; dropout, if any, drops the same for everyone."""
+        torch.manual_seed(1)
+        return [self.trainer.step() for _ in range(steps)]
 
     def timed_step(self) -> float:
         start = time.perf_counter()
@@ -275,13 +281,23 @@ def process_peaks(run: Run, table: str, entries: list[Entry], tick: Callable[[],
 
 
 def disagreements(subjects: Iterable[Subject]) -> dict[str, float]:
-    """How far outputs and gradients of each form of MAGEP are from those of the reference, at the start."""
+    """How far outputs and gradients of each form of MAGEP are from those of the reference, at the start, and the losses
+    of its first steps, which it makes here. All forms start from the same parameters and meet the same batches. A form
+    that fails at a step remembers why, and is not compared."""
     forms = {s.entry.name: s for s in subjects if s.entry.name in (REFERENCE, COMPILED, FUSED)}
     if REFERENCE not in forms:
         return {}
     size = forms[REFERENCE].trainer.batch_size
-    expected = forms[REFERENCE].outputs_and_gradients(size)
-    return {name: disagreement(subject.outputs_and_gradients(size), expected) for name, subject in forms.items()}
+    found = {name: subject.outputs_and_gradients(size) for name, subject in forms.items()}
+
+    def train(subject: Subject) -> None:
+        found[subject.entry.name] += subject.losses(COMPARED_STEPS)
+
+    guarded(forms.values(), train)
+    if forms[REFERENCE].failure:
+        return {}
+    expected = found[REFERENCE]
+    return {name: disagreement(found[name], expected) for name, subject in forms.items() if not subject.failure}
 
 
 def speed_up(name: str, reference: float | None, own: float, error: float | None) -> float | str:
@@ -418,7 +434,7 @@ def train_fully(run: Run, table: str, entry: Entry, data: Dataset, advance: Call
     error = None
     if entry.name in (COMPILED, FUSED):
         literal = next(other for other in work.entries() if other.name == REFERENCE)
-        error = disagreements([Subject(work, literal, data, run.device), subject])[entry.name]
+        error = disagreements([Subject(work, literal, data, run.device), subject]).get(entry.name)
     for size in {work.batch_size, len(data) % work.batch_size} - {0}:
         subject.outputs_and_gradients(size)  # compiling is not part of the run
     start = time.perf_counter()

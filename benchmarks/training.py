@@ -1,4 +1,4 @@
-"""The training loop that every row of the tables runs: data in memory, fused Adam."""
+"""The training loop that every row of the tables runs: data in memory, `TrainingStep` with fused Adam."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from magep_fast import WeightFeatures
+from magep_fast import TrainingStep, WeightFeatures
 
 
 def keep_freed_memory() -> bool:
@@ -41,46 +41,61 @@ class Dataset:
         return self.networks.map(lambda x: x.index_select(0, index)), self.targets.index_select(0, index)
 
 
-class Adam:
-    """torch's fused Adam without the work that torch.optim.Adam repeats in Python at every step: the lists of tensors
-    stay, and one counter of steps serves all parameters. Parameters that have no gradient at the first step are left
-    alone, and all others must have one at every step."""
+class Adam(torch.optim.Adam):
+    """torch's fused Adam without the work that it repeats in Python at every step: the lists of tensors stay.
+    Parameters that have no gradient at the first step are left alone, and all others must have one at every step."""
+
+    steps_like_adam = True
 
     def __init__(self, parameters: Iterable[nn.Parameter], learning_rate: float):
-        self.parameters = list(parameters)
-        self.learning_rate = learning_rate
+        super().__init__(parameters, learning_rate, fused=True)
         self.trained: list[Tensor] = []
+        self.lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
 
-    def zero_grad(self) -> None:
-        for parameter in self.parameters:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.param_groups[0]["params"]:
             parameter.grad = None
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
         if not self.trained:
-            self.trained = [p for p in self.parameters if p.grad is not None]
-            self.means = [torch.zeros_like(p) for p in self.trained]
-            self.squares = [torch.zeros_like(p) for p in self.trained]
-            self.count = torch.zeros((), device=self.trained[0].device)
+            self.trained = [p for p in group["params"] if p.grad is not None]
         grads = [p.grad for p in self.trained if p.grad is not None]
         if len(grads) != len(self.trained):
             raise RuntimeError("a parameter that was trained before has no gradient at this step")
-        self.count += 1
+        means, squares, steps = self._lists()
+        torch._foreach_add_(steps, 1)
+        beta1, beta2 = group["betas"]
         torch._fused_adam_(
             self.trained,
             grads,
-            self.means,
-            self.squares,
+            means,
+            squares,
             [],
-            [self.count] * len(self.trained),
-            lr=self.learning_rate,
-            beta1=0.9,
-            beta2=0.999,
-            weight_decay=0.0,
-            eps=1e-8,
+            steps,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
             amsgrad=False,
             maximize=False,
         )
+
+    def _lists(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Means, squares and steps of what is trained, made at the first step, and found anew if the state is another:
+        all of it is then, as when it was loaded or when fused steps have put it elsewhere."""
+        if self.trained[0] not in self.state:
+            for p in self.trained:
+                moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                self.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+        means = self.lists[0]
+        if not means or means[0] is not self.state[self.trained[0]]["exp_avg"]:
+            names = ("exp_avg", "exp_avg_sq", "step")
+            means, squares, steps = ([self.state[p][name] for p in self.trained] for name in names)
+            self.lists = means, squares, steps
+        return self.lists
 
 
 class Trainer:
@@ -97,7 +112,7 @@ class Trainer:
     ):
         self.model, self.data, self.loss, self.batch_size = model, data, loss, batch_size
         trained = [p for p in model.parameters() if p.requires_grad]
-        self.optimiser = Adam(trained, learning_rate)
+        self.training_step = TrainingStep(model, loss, Adam(trained, learning_rate))
         self.generator = torch.Generator().manual_seed(seed)
         self.batches = self._batches()
 
@@ -112,9 +127,4 @@ class Trainer:
 
     def step(self) -> Tensor:
         """Forward, loss, backward, Adam; the loss, left on the device."""
-        networks, targets = self.data.batch(next(self.batches))
-        loss = self.loss(self.model(networks), targets)
-        self.optimiser.zero_grad()
-        loss.backward()
-        self.optimiser.step()
-        return loss.detach()
+        return self.training_step(*self.data.batch(next(self.batches)))

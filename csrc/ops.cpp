@@ -227,11 +227,15 @@ STABLE_TORCH_LIBRARY(magep_fast, m) {
       "invariant_backward(Tensor grad, Tensor[] weights, Tensor[] biases, Tensor matrix, Tensor psi, Tensor saved) "
       "-> Tensor[]");
   // Layers one after another, see stack.h; the backward returns the gradients of features, if `inputs`, and of
-  // parameters.
+  // parameters, the update takes a step of Adam instead.
   m.def("_stack(Tensor[] features, Tensor[] parameters, int[] layers) -> Tensor[]");
   m.def(
       "_stack_backward(Tensor[] grads, Tensor[] features, Tensor[] parameters, Tensor[] outputs, Tensor workspace, "
       "int[] layers, bool inputs) -> Tensor[]");
+  m.def(
+      "_stack_update(Tensor[] grads, Tensor[] features, Tensor(a!)[] parameters, Tensor[] outputs, Tensor workspace, "
+      "Tensor(b!) means, Tensor(c!) squares, int[] layers, float lr, float beta1, float beta2, float eps, "
+      "float weight_decay, bool decoupled, float step) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(magep_fast, CPU, m) {
@@ -245,4 +249,5 @@ STABLE_TORCH_LIBRARY_IMPL(magep_fast, CPU, m) {
   m.impl("invariant_backward", TORCH_BOX(&magep::invariant_backward));
   m.impl("_stack", TORCH_BOX(&magep::stack));
   m.impl("_stack_backward", TORCH_BOX(&magep::stack_backward));
+  m.impl("_stack_update", TORCH_BOX(&magep::stack_update));
 }

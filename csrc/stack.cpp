@@ -38,15 +38,17 @@ struct Stage {
   LinearShape linear{};  // of a linear one
   DenseShape dense{};    // of dense ones
   size_t first = 0;      // of its parameters
+  int64_t offset = 0;    // numbers before its parameters, where those of all stages lie in one array
   std::vector<Sizes> parameters, inputs, outputs;
   std::vector<Sizes> hidden;  // values of dense layers but the last
   // Where the workspace has its outputs (of dense layers: `hidden`), those before sin, and what its kernel saves,
   // saved_size numbers a network.
   int64_t kept = 0, before = 0, saved = 0, saved_size = 0;
 
-  // Whether slopes are computed from its outputs.
-  bool needs_outputs() const {
-    return kind == StageKind::dense ? dense.sigmoid : f == Activation::relu || f == Activation::tanh;
+  // Those of its outputs that slopes are computed from: all or none.
+  std::vector<Sizes> known_outputs() const {
+    const bool known = kind == StageKind::dense ? dense.sigmoid : f == Activation::relu || f == Activation::tanh;
+    return known ? outputs : std::vector<Sizes>{};
   }
 };
 
@@ -54,6 +56,7 @@ struct Plan {
   std::vector<int64_t> layers;  // what it was made for
   std::vector<Stage> stages;
   std::vector<Sizes> parameters;  // shapes of those of all stages
+  int64_t parameter_numbers = 0;  // in one array of them all
   int64_t workspace = 0;
 
   const Stage& last() const { return stages.back(); }
@@ -62,6 +65,11 @@ struct Plan {
   int64_t most_features() const {
     int64_t most = 0;
     for (const Stage& stage : stages) most = std::max(most, room(stage.inputs));
+    return most;
+  }
+  int64_t most_parameters() const {
+    int64_t most = 0;
+    for (const Stage& stage : stages) most = std::max(most, room(stage.parameters));
     return most;
   }
 };
@@ -153,9 +161,10 @@ Plan make_plan(const char* op, const std::vector<Tensor>& features, const std::v
   STD_TORCH_CHECK(first == parameters.size(), op, ": expected ", first, " parameters for these layers; found ",
                   parameters.size());
   plan.layers = layers;
-  for (const Stage& stage : plan.stages)
-    plan.parameters.insert(plan.parameters.end(), stage.parameters.begin(), stage.parameters.end());
   for (Stage& stage : plan.stages) {
+    plan.parameters.insert(plan.parameters.end(), stage.parameters.begin(), stage.parameters.end());
+    stage.offset = plan.parameter_numbers;
+    plan.parameter_numbers += room(stage.parameters);
     const auto reserve = [&](int64_t count) {
       const int64_t at = plan.workspace;
       plan.workspace += count;
@@ -225,25 +234,33 @@ void forward(const Plan& plan, std::vector<const T*> x, const T* const* paramete
   }
 }
 
-// outputs: empty unless slopes are computed from them. x_bar: where the gradients of the features go; empty if nobody
-// asks for them.
 template <typename T>
+T* at_least(int64_t count, std::vector<T>& memory) {
+  if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
+  return memory.data();
+}
+
+// outputs: empty unless slopes are computed from them. x_bar: where the gradients of the features go; empty if nobody
+// asks for them. gradients_of(stage): where those of its parameters go; finished(stage) is called when they are there,
+// and from then on nobody reads the parameters.
+template <typename T, typename GradientsOf, typename Finished>
 void backward(const Plan& plan, std::vector<const T*> bars, const std::vector<const T*>& features,
               const T* const* parameters, const std::vector<const T*>& outputs, const T* workspace,
-              const std::vector<T*>& x_bar, T* const* parameters_bar, const Parallel& parallel) {
+              const std::vector<T*>& x_bar, const GradientsOf& gradients_of, const Finished& finished,
+              const Parallel& parallel) {
   const Kernels<T, T>& kernel = kernels().of<T, T>();
   // Gradients of what lies between layers, for one layer and the next in turn.
   thread_local std::vector<T> memory;
   const int64_t most = plan.most_features();
-  if (static_cast<int64_t>(memory.size()) < 2 * most) memory.resize(2 * most);
+  T* between = at_least(2 * most, memory);
   for (size_t k = plan.stages.size(); k-- > 0;) {
     const Stage& stage = plan.stages[k];
     const T* const* own = parameters + stage.first;
-    T* const* own_bar = parameters_bar + stage.first;
+    T* const* own_bar = gradients_of(stage);
     const auto x = k == 0 ? features : arrays(workspace + plan.stages[k - 1].kept, stage.inputs);
     const auto y = &stage == &plan.last() ? outputs : arrays(workspace + stage.kept, stage.outputs);
     const bool wanted = k > 0 || !x_bar.empty();
-    const auto bar = k == 0 && wanted ? x_bar : arrays(memory.data() + k % 2 * most, stage.inputs);
+    const auto bar = k == 0 && wanted ? x_bar : arrays(between + k % 2 * most, stage.inputs);
     const int64_t L = static_cast<int64_t>(x.size()) / 2;
     const auto known = stage.f == Activation::sin ? arrays(workspace + stage.before, stage.outputs) : y;
     const T* const* from = known.empty() ? nullptr : known.data();
@@ -272,8 +289,31 @@ void backward(const Plan& plan, std::vector<const T*> bars, const std::vector<co
                               parallel);
         break;
     }
+    finished(stage);
     bars.assign(bar.begin(), bar.end());
   }
+}
+
+// Each stage's gradients take the place of those of the stage after it.
+template <typename T>
+void update(const Plan& plan, const std::vector<const T*>& bars, const std::vector<const T*>& features,
+            T* const* parameters, const std::vector<const T*>& outputs, const T* workspace, T* means, T* squares,
+            const AdamStep& step, const Parallel& parallel) {
+  thread_local std::vector<T> memory;
+  T* room_for_gradients = at_least(plan.most_parameters(), memory);
+  std::vector<T*> gradients;
+  const auto gradients_of = [&](const Stage& stage) {
+    gradients = arrays(room_for_gradients, stage.parameters);
+    return gradients.data();
+  };
+  const auto take_step = [&](const Stage& stage) {
+    Sizes sizes;
+    for (const Sizes& shape : stage.parameters) sizes.push_back(numbers(shape));
+    kernels().of<T, T>().adam(step, sizes, gradients.data(), parameters + stage.first,
+                              arrays(means + stage.offset, stage.parameters).data(),
+                              arrays(squares + stage.offset, stage.parameters).data(), parallel);
+  };
+  backward<T>(plan, bars, features, parameters, outputs, workspace, {}, gradients_of, take_step, parallel);
 }
 
 // Calls body with the type of features and parameters: float or double.
@@ -318,17 +358,42 @@ std::vector<Tensor> stack_backward(std::vector<Tensor> grads, std::vector<Tensor
     const auto bars = checked<T>(grads, op, "grads", plan.last().outputs, dtype);
     const auto x = checked<T>(features, op, "features", plan.features(), dtype);
     const auto phi = checked<T>(parameters, op, "parameters", plan.parameters, dtype);
-    const auto y = checked<T>(outputs, op, "outputs",
-                              plan.last().needs_outputs() ? plan.last().outputs : std::vector<Sizes>{}, dtype);
+    const auto y = checked<T>(outputs, op, "outputs", plan.last().known_outputs(), dtype);
     const auto kept = checked<T>({workspace}, op, "workspace", {{plan.workspace}}, dtype);
     std::vector<Tensor> results;
     std::vector<T*> x_bar;
     if (inputs) x_bar = allocate<T>(results, features[0], plan.features(), dtype);
     const auto phi_bar = allocate<T>(results, features[0], plan.parameters, dtype);
     if (plan.batch() > 0)
-      backward<T>(plan, bars.data, x.data, phi.get(), y.data, kept.data[0], x_bar, phi_bar.data(), torch_threads());
+      backward<T>(
+          plan, bars.data, x.data, phi.get(), y.data, kept.data[0], x_bar,
+          [&](const Stage& stage) { return phi_bar.data() + stage.first; }, [](const Stage&) {}, torch_threads());
     finish(results, x_bar.size(), plan.batch(), dtype);
     return results;
+  });
+}
+
+void stack_update(std::vector<Tensor> grads, std::vector<Tensor> features, std::vector<Tensor> parameters,
+                  std::vector<Tensor> outputs, Tensor workspace, Tensor means, Tensor squares,
+                  std::vector<int64_t> layers, double lr, double beta1, double beta2, double eps, double weight_decay,
+                  bool decoupled, double step) {
+  const char* op = "magep_fast::_stack_update";
+  const Plan& plan = plan_of(op, features, parameters, layers);
+  STD_TORCH_CHECK(plan.batch() > 0, op, ": expected at least one network");
+  STD_TORCH_CHECK(step >= 1, op, ": steps are counted from 1; found ", step);
+  const ScalarType dtype = features[0].scalar_type();
+  with_type(dtype, op, [&](auto type) {
+    using T = decltype(type);
+    const auto bars = checked<T>(grads, op, "grads", plan.last().outputs, dtype);
+    const auto x = checked<T>(features, op, "features", plan.features(), dtype);
+    const auto phi = changeable<T>(parameters, op, "parameters", plan.parameters, dtype);
+    const auto y = checked<T>(outputs, op, "outputs", plan.last().known_outputs(), dtype);
+    const auto kept = checked<T>({workspace}, op, "workspace", {{plan.workspace}}, dtype);
+    const auto m = changeable<T>({means}, op, "means", {{plan.parameter_numbers}}, dtype);
+    const auto v = changeable<T>({squares}, op, "squares", {{plan.parameter_numbers}}, dtype);
+    update<T>(plan, bars.data, x.data, phi.get(), y.data, kept.data[0], m.data[0], v.data[0],
+              {lr, beta1, beta2, eps, weight_decay, decoupled, step}, torch_threads());
+    return std::vector<Tensor>{};
   });
 }
 

@@ -30,4 +30,13 @@ std::vector<torch::stable::Tensor> stack_backward(std::vector<torch::stable::Ten
                                                   torch::stable::Tensor workspace, std::vector<int64_t> layers,
                                                   bool inputs);
 
+// The backward pass and a step of Adam, layer by layer: gradients of parameters are used while they are in cache, and
+// never become tensors. Parameters, means and squares are changed in place; the latter are those of all parameters one
+// behind the other, each at a multiple of 16 numbers.
+void stack_update(std::vector<torch::stable::Tensor> grads, std::vector<torch::stable::Tensor> features,
+                  std::vector<torch::stable::Tensor> parameters, std::vector<torch::stable::Tensor> outputs,
+                  torch::stable::Tensor workspace, torch::stable::Tensor means, torch::stable::Tensor squares,
+                  std::vector<int64_t> layers, double lr, double beta1, double beta2, double eps, double weight_decay,
+                  bool decoupled, double step);
+
 }  // namespace magep

@@ -158,6 +158,19 @@ Pointers<const X> checked(const std::vector<Tensor>& tensors, const char* op, co
   return pointers;
 }
 
+// Tensors that must have the given shapes and are written to.
+template <typename X>
+Pointers<X> changeable(const std::vector<Tensor>& tensors, const char* op, const char* name,
+                       const std::vector<Sizes>& shapes, ScalarType dtype) {
+  for (size_t k = 0; k < tensors.size(); ++k)
+    STD_TORCH_CHECK(tensors[k].is_contiguous(), op, ": ", text(Item{name, k}),
+                    " must be contiguous, as it is changed in place");
+  const auto known = checked<X>(tensors, op, name, shapes, dtype);
+  Pointers<X> pointers;
+  for (const Tensor& x : known.keep) pointers.add(x);
+  return pointers;
+}
+
 template <typename T>
 constexpr ScalarType scalar_type() {
   return sizeof(T) == 8 ? ScalarType::Double : ScalarType::Float;

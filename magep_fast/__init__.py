@@ -24,6 +24,7 @@ from magep_fast.stack import Stack
 from magep_fast.swap import accelerate, load_authors_state_dict, to_authors_state_dict
 from magep_fast.symmetry import GroupElement
 from magep_fast.terms import ABLATION
+from magep_fast.training_step import TrainingStep
 
 try:
     __version__ = version("magep-fast")
@@ -41,6 +42,7 @@ __all__ = [
     "NetworkDataset",
     "RaggedBatch",
     "Stack",
+    "TrainingStep",
     "WeightFeatures",
     "WeightSpace",
     "accelerate",

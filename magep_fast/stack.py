@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,19 +43,43 @@ class Stack(nn.Sequential):
     _plan: _Plan | None = None
 
     def forward(self, input: Any) -> Any:
-        if _is_observed():
+        parts = self._parts()
+        if parts is None:
             return super().forward(input)
-        plan = self._plan
-        if plan is None or not plan.is_current():
-            plan = self._plan = _Plan(self)
-        if any(map(_is_hooked, plan.containers)):
-            return super().forward(input)
-        for part in plan.parts:
+        for part in parts:
             input = part(input)
         return input
 
+    def as_one(self, features: Any) -> AsOne | None:
+        """What a call with these features would run, if that is one operation and nobody would notice it."""
+        if _is_hooked(self) or self._compiled_call_impl is not None:
+            return None
+        parts = self._parts()
+        if parts is None or len(parts) != 1 or not isinstance(parts[0], _Run):
+            return None
+        return parts[0].as_one(features)
+
+    def _parts(self) -> list[Callable[[Any], Any]] | None:
+        """What runs, one after the other; None for all modules one by one."""
+        if _is_observed():
+            return None
+        plan = self._plan
+        if plan is None or not plan.is_current():
+            plan = self._plan = _Plan(self)
+        return None if any(map(_is_hooked, plan.containers)) else plan.parts
+
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_plan"}
+
+
+class AsOne(NamedTuple):
+    """A call of a stack as one operation on its inputs and parameters; `result` makes of the operation's outputs what
+    the stack returns."""
+
+    operation: Operation
+    inputs: tuple[Tensor, ...]
+    parameters: list[Tensor]
+    result: Callable[[Sequence[Tensor]], Any]
 
 
 def _is_observed() -> bool:
@@ -169,21 +193,29 @@ class _Run:
         self.known: tuple[list[object] | None, Operation | None] = None, None
 
     def __call__(self, features: WeightFeatures) -> Any:
-        operation = self._operation(features)
-        parameters = None if operation is None else self._parameters()
-        if operation is None or parameters is None:
+        whole = self.as_one(features)
+        if whole is None:
             return self._one_by_one(features)
         try:
-            outputs = ops.stack(operation, features.weights + features.biases, parameters)
+            return self._result(ops.stack(whole.operation, whole.inputs, whole.parameters))
         except RuntimeError:
             # Tensors that have changed their dtype or device since: the layers say it better.
             self.layers[0]._check_all(features)
             if all(_is_like(module, features) for module in self.modules):
                 raise
             return self._one_by_one(features)
+
+    def as_one(self, features: WeightFeatures) -> AsOne | None:
+        operation = self._operation(features)
+        parameters = None if operation is None else self._parameters()
+        if operation is None or parameters is None:
+            return None
+        return AsOne(operation, features.weights + features.biases, parameters, self._result)
+
+    def _result(self, outputs: Sequence[Tensor]) -> Any:
         if _ends(self.layers):
             return outputs[0]
-        return WeightFeatures(outputs[: features.num_layers], outputs[features.num_layers :])
+        return WeightFeatures(outputs[: len(outputs) // 2], outputs[len(outputs) // 2 :])
 
     def _one_by_one(self, features: WeightFeatures) -> Any:
         for module in self.modules:

@@ -26,3 +26,14 @@ def clean_state(monkeypatch):
     torch.manual_seed(0)
     with use_backend("auto"):
         yield
+
+
+@pytest.fixture
+def uninitialised_memory_is_nan():
+    """What torch.empty gives, and new_empty, by which the operators allocate."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.ops.aten.new_empty(torch.zeros(1), [7]).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

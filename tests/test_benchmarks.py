@@ -1,4 +1,5 @@
 import csv
+import math
 
 import pytest
 import torch
@@ -53,6 +54,11 @@ def test_no_speed_up_for_a_wrong_answer(monkeypatch):
 
 def test_disagreement_is_relative_to_the_largest_entry():
     assert disagreement([torch.tensor([1.0, 9.0])], [torch.tensor([1.0, 10.0])]) == pytest.approx(0.1)
+
+
+def test_nothing_agrees_with_nan():
+    one, nan = torch.ones(2), torch.tensor([1.0, torch.nan])
+    assert math.isnan(disagreement([one, nan, one], [one, one, one]))
 
 
 def test_all_implementations_get_the_same_output_gradients():

@@ -362,17 +362,6 @@ def test_repeated_runs_are_bitwise_equal(kind, widths, batch_size):
         assert_same(x, y, 1e-5)
 
 
-@pytest.fixture
-def uninitialised_memory_is_nan():
-    """What torch.empty gives, and new_empty, by which the operators allocate."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.ops.aten.new_empty(torch.zeros(1), [7]).isnan().all()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 @every_layer
 @pytest.mark.parametrize("widths", [(3, 5, 6, 2), (3, 5, 6, 1), (2, 3, 5)])
 @pytest.mark.parametrize("batch_size", [1, 4])

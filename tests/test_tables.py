@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import tables
+from benchmarks import tables, training
 from benchmarks.process_peak import peak_bytes
 from benchmarks.tables import COMPILED, FUSED, REFERENCE, WORKS, Entry, Work
 from benchmarks.tables_report import COLUMNS, cells, duration
-from magep_fast import WeightSpace
+from magep_fast import TrainingStep, WeightSpace
 from magep_fast.models import CnnGeneralization, mlp
 from magep_fast.ops.backends import choose_backend
 
@@ -178,6 +178,43 @@ def test_no_speed_up_for_a_wrong_answer(tmp_path, monkeypatch):
     rows = {row["model"]: row for row in run(tmp_path)}
     assert rows[FUSED]["speed_up"] == "wrong by 5e-01"
     assert float(rows["rival"]["speed_up"]) > 0
+
+
+@pytest.mark.parametrize("mode", ["--quick", "--full"])
+def test_no_speed_up_for_wrong_steps(tmp_path, monkeypatch, mode):
+    """Outputs and gradients are right, what training makes of them is not."""
+
+    class Halved(TrainingStep):
+        def __call__(self, features, targets):
+            before = [p.detach().clone() for p in self.model.parameters()]
+            value = super().__call__(features, targets)
+            if self.model[0].backend != "reference":
+                with torch.no_grad():
+                    for p, q in zip(self.model.parameters(), before, strict=True):
+                        p.lerp_(q, 0.5)
+            return value
+
+    monkeypatch.setattr(training, "Adam", lambda parameters, rate: torch.optim.Adam(parameters, 0.1))
+    assert float(rows_of(tmp_path / "right", mode)[FUSED]["speed_up"]) > 0
+    monkeypatch.setattr(training, "TrainingStep", Halved)
+    assert rows_of(tmp_path / "wrong", mode)[FUSED]["speed_up"].startswith("wrong by ")
+
+
+def rows_of(out, mode):
+    return {row["model"]: row for row in run(out, mode, "--tables", "tiny")}
+
+
+@pytest.mark.parametrize("mode", ["--quick", "--full"])
+def test_a_form_of_magep_that_fails_at_a_step(tmp_path, monkeypatch, mode):
+    def losses(self, steps):
+        if self.entry.name == FUSED:
+            self.trainer.training_step.loss = None
+        return [self.trainer.step() for _ in range(steps)]
+
+    monkeypatch.setattr(tables.Subject, "losses", losses)
+    rows = rows_of(tmp_path, mode)
+    assert rows[FUSED]["status"].startswith("failed: TypeError") and rows[FUSED]["speed_up"] == ""
+    assert rows[REFERENCE]["status"] == rows["rival"]["status"] == "ok"
 
 
 def test_no_speed_up_for_nan(monkeypatch):

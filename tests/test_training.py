@@ -1,3 +1,4 @@
+import copy
 import csv
 import gzip
 
@@ -10,6 +11,7 @@ from benchmarks.data.stand_ins import CNN, make_accuracies, make_classes, make_n
 from benchmarks.training import Adam, Dataset, Trainer
 from magep_fast import GroupElement, WeightSpace, from_modules
 from magep_fast.models import CnnGeneralization
+from magep_fast.ops.library import missing_library
 from tests.helpers import assert_same
 
 SMALL = WeightSpace((1, 4, 3), (9, 1))
@@ -28,14 +30,40 @@ def test_batches_are_contiguous():
 def test_an_epoch_visits_every_network_once_in_another_order_than_the_next():
     seen = []
     data = Dataset(make_networks(SMALL, 10), torch.arange(10.0))
-    model = nn.Linear(1, 1)
-    trainer = Trainer(model, data, lambda output, targets: seen.append(targets) or model.weight.sum(), 4)
-    trainer.model = lambda networks: networks
+
+    class Constant(nn.Linear):
+        def forward(self, networks):
+            return self.weight.sum()
+
+    trainer = Trainer(Constant(1, 1), data, lambda output, targets: seen.append(targets) or output, 4)
     for _ in range(2 * trainer.steps_per_epoch):
         trainer.step()
     epochs = [torch.cat(seen[:3]).tolist(), torch.cat(seen[3:]).tolist()]
     assert [len(x) for x in seen] == [4, 4, 2] * 2
     assert epochs[0] != epochs[1] and all(sorted(epoch) == list(range(10)) for epoch in epochs)
+
+
+def test_a_trainer_s_steps_are_fused_where_they_can_be(monkeypatch):
+    """And then train as its Adam does in ordinary steps."""
+    networks = make_networks(SMALL, 10)
+    data = Dataset(networks, make_accuracies(networks))
+
+    def parameters(*together):
+        torch.manual_seed(0)
+        model = CnnGeneralization(channels=2, hidden=3).build(SMALL)
+        trainer = Trainer(model, data, nn.functional.binary_cross_entropy, 4)
+        for fused in together:
+            with monkeypatch.context() as patch:
+                patch.setattr(Adam, "steps_like_adam", fused)
+                trainer.step()
+            has_gradients = [p.grad is not None for p in model.parameters()]
+            assert has_gradients == [not fused or missing_library() is not None] * len(has_gradients)
+        return [p.detach() for p in model.parameters()]
+
+    expected = parameters(*[False] * 6)
+    for together in ([True] * 6, [False, True, False, False, True, True], [True, False] * 3):
+        for p, q in zip(parameters(*together), expected, strict=True):
+            assert_same(p, q, 1e-4)
 
 
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
@@ -104,6 +132,7 @@ def test_adam_is_torch_s():
     theirs.load_state_dict(ours.state_dict())
     unused = nn.Parameter(torch.ones(2))
     pairs = ((ours, Adam([*ours.parameters(), unused], 0.01)), (theirs, torch.optim.Adam(theirs.parameters(), 0.01)))
+    x_now = torch.randn(8, 3)
     for _ in range(5):
         x = torch.randn(8, 3)
         for model, optimiser in pairs:
@@ -113,3 +142,20 @@ def test_adam_is_torch_s():
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q)
     assert torch.equal(unused, torch.ones(2))
+    # The state is torch's, and can be loaded from it.
+    optimiser = pairs[0][1]
+    expected = copy.deepcopy(pairs[1][1].state_dict()["state"])
+    for k, entry in optimiser.state_dict()["state"].items():
+        for name, x in entry.items():
+            torch.testing.assert_close(x, expected[k][name])
+    loaded = Adam([*ours.parameters(), unused], 0.01)
+    loaded.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+    for model, each in ((ours, loaded), pairs[1]):
+        each.zero_grad()
+        model(x_now).square().sum().backward()
+        each.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    ours.bias.grad = None
+    with pytest.raises(RuntimeError, match="a parameter that was trained before has no gradient at this step"):
+        loaded.step()

@@ -31,6 +31,8 @@ struct Kernels {
   void (*dense_forward)(const DenseShape&, const T* x, const T* const* layers, T* const* values, const Parallel&);
   void (*dense_backward)(const DenseShape&, const T* out_bar, const T* x, const T* const* layers,
                          const T* const* values, T* x_bar, T* const* layers_bar, const Parallel&);
+  void (*adam)(const AdamStep&, const std::vector<int64_t>& sizes, const T* const* gradients, T* const* parameters,
+               T* const* means, T* const* squares, const Parallel&);
 };
 
 struct KernelTable {

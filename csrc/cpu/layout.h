@@ -56,6 +56,13 @@ struct DenseShape {
   int64_t widest() const { return *std::max_element(widths.begin(), widths.end()); }
 };
 
+// A step of Adam, in the terms of torch.optim.Adam and, with `decoupled`, AdamW; `step` counts from 1.
+struct AdamStep {
+  double lr, beta1, beta2, eps, weight_decay;
+  bool decoupled;
+  double step;
+};
+
 // An array [rows][channels][ld] inside the buffer of one network.
 struct Section {
   int64_t offset = 0, rows = 0, ld = 0, row_stride = 0, channel_stride = 0;

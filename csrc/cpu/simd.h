@@ -2,6 +2,7 @@
 // its own (MAGEP_ISA), so that every level can live in one library.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -32,6 +33,22 @@ struct Simd {
   }
   static inline void store(T* p, Vec v) { std::memcpy(p, &v, sizeof v); }
   static inline Vec broadcast(T x) { return x - Vec{}; }
+  static inline Vec sqrt(Vec v) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(T) == 4)
+      return reinterpret_cast<Vec>(_mm512_sqrt_ps(reinterpret_cast<__m512>(v)));
+    else
+      return reinterpret_cast<Vec>(_mm512_sqrt_pd(reinterpret_cast<__m512d>(v)));
+#elif defined(__AVX2__)
+    if constexpr (sizeof(T) == 4)
+      return reinterpret_cast<Vec>(_mm256_sqrt_ps(reinterpret_cast<__m256>(v)));
+    else
+      return reinterpret_cast<Vec>(_mm256_sqrt_pd(reinterpret_cast<__m256d>(v)));
+#else
+    for (int k = 0; k < kWidth; ++k) v[k] = std::sqrt(v[k]);
+    return v;
+#endif
+  }
 
   // The first n lanes, the others zero; memory behind them is not touched.
   static inline Vec load_first(const T* p, int n) {

@@ -9,9 +9,18 @@ from magep_fast.ops.chain import chain
 from magep_fast.ops.equivariant import equivariant
 from magep_fast.ops.invariant import invariant
 from magep_fast.ops.library import missing_library
-from magep_fast.ops.stack import stack
+from magep_fast.ops.stack import stack, stack_backward, stack_forward, stack_update, updating
 
-__all__ = ["chain", "equivariant", "invariant", "stack"]
+__all__ = [
+    "chain",
+    "equivariant",
+    "invariant",
+    "stack",
+    "stack_backward",
+    "stack_forward",
+    "stack_update",
+    "updating",
+]
 
 if missing_library() is None:
     native.register()

@@ -1,8 +1,8 @@
 """The backend `cpu`: one native operator call per layer, or per stack of layers, and direction.
 
 The operators `magep_fast::chain`, `::equivariant`, `::linear`, `::invariant` and their backwards take and return lists
-of tensors. They have fake kernels (for torch.compile and torch.export) and autograd formulas. `magep_fast::_stack` has
-neither: where graphs are made, a `Stack` runs layer by layer.
+of tensors. They have fake kernels (for torch.compile and torch.export) and autograd formulas. `magep_fast::_stack`, its
+backward and its update have neither: where graphs are made, a `Stack` runs layer by layer.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from magep_fast import factored
 from magep_fast.ops.operations import (
     ACTIVATIONS,
+    AdamStep,
     DenseLayers,
     Equivariant,
     Invariant,
@@ -264,6 +265,28 @@ class _Stack:
             inputs,
         )
         return found if inputs else [None] * self.inputs + found
+
+    def update(
+        self,
+        grads: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        means: Tensor,
+        squares: Tensor,
+        step: AdamStep,
+    ) -> None:
+        *known, workspace = kept
+        torch.ops.magep_fast._stack_update.default(
+            list(grads),
+            list(tensors[: self.inputs]),
+            list(tensors[self.inputs :]),
+            known,
+            workspace,
+            means,
+            squares,
+            self.codes,
+            *step,
+        )
 
     def in_torch(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         x, at = tensors[: self.inputs], self.inputs

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -94,6 +94,38 @@ class Operation(Protocol):
 
     def in_torch(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The outputs by the `torch` backend."""
+
+
+class AdamStep(NamedTuple):
+    """A step of `torch.optim.Adam`, or with `decoupled` of AdamW; `step` counts from 1."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    step: float
+
+
+class UpdatingOperation(Operation, Protocol):
+    """An operation that can take a step of Adam in its backward pass."""
+
+    def update(
+        self,
+        grads: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        means: Tensor,
+        squares: Tensor,
+        step: AdamStep,
+    ) -> None:
+        """Changes the parameters among `tensors` in place, and the means and squares of their gradients: each of the
+        latter is one tensor for all parameters, in which each begins at a multiple of `ALIGNMENT` numbers."""
+
+
+ALIGNMENT = 16
+"""As csrc/stack.cpp has it."""
 
 
 def run(operation: Operation, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:

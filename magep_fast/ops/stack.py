@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
+import torch
 from torch import Tensor
 
-from magep_fast.ops.operations import Operation, run
+from magep_fast.ops.operations import AdamStep, Operation, UpdatingOperation, run
 
 
 def stack(operation: Operation, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -18,3 +20,42 @@ def stack(operation: Operation, inputs: Sequence[Tensor], parameters: Sequence[T
         parameters: of all layers, in order.
     """
     return run(operation, (*inputs, *parameters))
+
+
+def updating(operation: Operation) -> UpdatingOperation | None:
+    """The operation itself, if it can take a step of Adam in its backward pass."""
+    return cast(UpdatingOperation, operation) if hasattr(operation, "update") else None
+
+
+def stack_forward(operation: Operation, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs, of which autograd knows nothing, and what the way back needs besides `tensors`, which are inputs and
+    parameters."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return operation.keep(operation.forward(tensors, True))
+
+
+def stack_backward(
+    operation: Operation, grads: Sequence[Tensor], tensors: Sequence[Tensor], kept: Sequence[Tensor]
+) -> list[Tensor]:
+    """Gradients of the parameters."""
+    first = operation.inputs
+    wanted = [False] * first + [True] * (operation.count - first)
+    with torch._C._AutoDispatchBelowAutograd():
+        found = operation.backward(grads, tensors, kept, wanted)
+    return [grad for grad in found[first:] if grad is not None]
+
+
+def stack_update(
+    operation: UpdatingOperation,
+    grads: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    means: Tensor,
+    squares: Tensor,
+    step: AdamStep,
+) -> None:
+    """A step of Adam, see `UpdatingOperation.update`."""
+    with torch._C._AutoDispatchBelowAutograd():
+        operation.update(grads, tensors, kept, means, squares, step)
+    # Below autograd nobody has counted that they were changed.
+    torch.autograd.graph.increment_version([*tensors[operation.inputs :], means, squares])
