@@ -236,6 +236,10 @@ STABLE_TORCH_LIBRARY(magep_fast, m) {
       "_stack_update(Tensor[] grads, Tensor[] features, Tensor(a!)[] parameters, Tensor[] outputs, Tensor workspace, "
       "Tensor(b!) means, Tensor(c!) squares, int[] layers, float lr, float beta1, float beta2, float eps, "
       "float weight_decay, bool decoupled, float step) -> ()");
+  m.def(
+      "_stack_step(Tensor[] features, Tensor(a!)[] parameters, Tensor targets, Tensor(b!) means, Tensor(c!) squares, "
+      "int[] layers, int loss, float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled, "
+      "float step) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(magep_fast, CPU, m) {
@@ -250,4 +254,5 @@ STABLE_TORCH_LIBRARY_IMPL(magep_fast, CPU, m) {
   m.impl("_stack", TORCH_BOX(&magep::stack));
   m.impl("_stack_backward", TORCH_BOX(&magep::stack_backward));
   m.impl("_stack_update", TORCH_BOX(&magep::stack_update));
+  m.impl("_stack_step", TORCH_BOX(&magep::stack_step));
 }

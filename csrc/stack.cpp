@@ -1,5 +1,7 @@
 #include "stack.h"
 
+#include <cmath>
+
 #include "tensors.h"
 
 namespace magep {
@@ -316,6 +318,27 @@ void update(const Plan& plan, const std::vector<const T*>& bars, const std::vect
   backward<T>(plan, bars, features, parameters, outputs, workspace, {}, gradients_of, take_step, parallel);
 }
 
+// The mean loss of `count` outputs y, and its gradient.
+template <typename T>
+T loss_and_gradient(const char* op, Loss loss, int64_t count, const T* y, const T* targets, T* y_bar) {
+  const double share = 1.0 / static_cast<double>(count);
+  double sum = 0;
+  for (int64_t k = 0; k < count; ++k) {
+    const T difference = y[k] - targets[k];
+    if (loss == Loss::squared_error) {
+      sum += static_cast<double>(difference) * difference;
+      y_bar[k] = static_cast<T>(2 * difference * share);
+      continue;
+    }
+    STD_TORCH_CHECK(y[k] >= 0 && y[k] <= 1, op, ": binary cross entropy takes outputs between 0 and 1; found ", y[k]);
+    // As torch does, logarithms end at -100, and slopes before the denominator vanishes.
+    const T log = std::max(std::log(y[k]), T(-100)), log_of_rest = std::max(std::log1p(-y[k]), T(-100));
+    sum -= targets[k] * log + (1 - targets[k]) * log_of_rest;
+    y_bar[k] = static_cast<T>(difference / std::max(y[k] * (1 - y[k]), T(1e-12)) * share);
+  }
+  return static_cast<T>(sum * share);
+}
+
 // Calls body with the type of features and parameters: float or double.
 template <typename Body>
 auto with_type(ScalarType dtype, const char* op, Body&& body) {
@@ -395,6 +418,39 @@ void stack_update(std::vector<Tensor> grads, std::vector<Tensor> features, std::
               {lr, beta1, beta2, eps, weight_decay, decoupled, step}, torch_threads());
     return std::vector<Tensor>{};
   });
+}
+
+Tensor stack_step(std::vector<Tensor> features, std::vector<Tensor> parameters, Tensor targets, Tensor means,
+                  Tensor squares, std::vector<int64_t> layers, int64_t loss, double lr, double beta1, double beta2,
+                  double eps, double weight_decay, bool decoupled, double step) {
+  const char* op = "magep_fast::_stack_step";
+  const Plan& plan = plan_of(op, features, parameters, layers);
+  STD_TORCH_CHECK(plan.batch() > 0, op, ": expected at least one network");
+  STD_TORCH_CHECK(step >= 1, op, ": steps are counted from 1; found ", step);
+  STD_TORCH_CHECK(plan.last().outputs.size() == 1, op, ": the last layer must be an invariant or a dense one");
+  STD_TORCH_CHECK(loss == 0 || loss == 1, op, ": loss must be 0 (binary cross entropy) or 1 (squared error); found ",
+                  loss);
+  const ScalarType dtype = features[0].scalar_type();
+  return with_type(dtype, op, [&](auto type) {
+    using T = decltype(type);
+    const auto x = checked<T>(features, op, "features", plan.features(), dtype);
+    const auto phi = changeable<T>(parameters, op, "parameters", plan.parameters, dtype);
+    const auto expected = checked<T>({targets}, op, "targets", plan.last().outputs, dtype);
+    const auto m = changeable<T>({means}, op, "means", {{plan.parameter_numbers}}, dtype);
+    const auto v = changeable<T>({squares}, op, "squares", {{plan.parameter_numbers}}, dtype);
+    const int64_t count = numbers(plan.last().outputs[0]), outputs = room(plan.last().outputs);
+    thread_local std::vector<T> memory;
+    T *y = at_least(2 * outputs + plan.workspace, memory), *y_bar = y + outputs, *workspace = y_bar + outputs;
+    std::vector<Tensor> results;
+    T* value = allocate<T>(results, features[0], {{}}, dtype)[0];
+    const Parallel& parallel = torch_threads();
+    forward<T>(plan, x.data, phi.get(), {y}, workspace, parallel);
+    *value = loss_and_gradient(op, static_cast<Loss>(loss), count, y, expected.data[0], y_bar);
+    const std::vector<const T*> known(plan.last().known_outputs().size(), y);
+    update<T>(plan, {y_bar}, x.data, phi.get(), known, workspace, m.data[0], v.data[0],
+              {lr, beta1, beta2, eps, weight_decay, decoupled, step}, parallel);
+    return results;
+  })[0];
 }
 
 }  // namespace magep

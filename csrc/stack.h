@@ -39,4 +39,15 @@ void stack_update(std::vector<torch::stable::Tensor> grads, std::vector<torch::s
                   std::vector<int64_t> layers, double lr, double beta1, double beta2, double eps, double weight_decay,
                   bool decoupled, double step);
 
+// Losses that stack_step knows, each the mean over all numbers of the outputs, of which there is one tensor.
+enum class Loss : int64_t { binary_cross_entropy, squared_error };
+
+// Forward pass, loss, and all of stack_update, without a tensor in between -> the loss. Nothing is changed unless all
+// arguments are good, nor if outputs are no probabilities where the loss takes them for such.
+torch::stable::Tensor stack_step(std::vector<torch::stable::Tensor> features,
+                                 std::vector<torch::stable::Tensor> parameters, torch::stable::Tensor targets,
+                                 torch::stable::Tensor means, torch::stable::Tensor squares,
+                                 std::vector<int64_t> layers, int64_t loss, double lr, double beta1, double beta2,
+                                 double eps, double weight_decay, bool decoupled, double step);
+
 }  // namespace magep

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from itertools import chain
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from magep_fast import ops
-from magep_fast.ops.operations import ALIGNMENT, AdamStep
+from magep_fast.ops.operations import ALIGNMENT, LOSSES, AdamStep
 from magep_fast.stack import AsOne, Stack
 
 _MODULES_OF_ADAM = ("torch.optim.adam", "torch.optim.adamw")
@@ -31,7 +32,8 @@ class TrainingStep:
 
     If the model is a `Stack` all of whose layers run together on the `cpu` backend, and the optimizer is Adam or AdamW,
     the backward pass and the optimizer are one operator: each layer's parameters are updated as soon as their gradients
-    are known, which are still in cache then and never become tensors. `.grad` of the parameters is None afterwards. The
+    are known, which are still in cache then and never become tensors. `.grad` of the parameters is None afterwards. With
+    `torch.nn.functional.binary_cross_entropy` or `mse_loss` as the loss, all of the step is that one operator. The
     optimizer's state is kept as torch keeps it, so that `optimizer.state_dict()`, schedulers of the learning rate and
     ordinary steps in between work as ever.
 
@@ -74,6 +76,16 @@ class TrainingStep:
         if state is None or step is None:
             return None
         tensors = (*whole.inputs, *whole.parameters)
+        name = _known_loss(self.loss)
+        if name is not None and type(targets) is Tensor and not targets.requires_grad:
+            try:
+                value = ops.stack_step(operation, tensors, targets, name, state.means, state.squares, step)
+            except RuntimeError:  # what is wrong with the targets, or that they are broadcast, torch says below
+                pass
+            else:
+                _clear_gradients(whole)
+                _count_step(optimizer, state)
+                return value
         try:
             outputs, kept = ops.stack_forward(operation, tensors)
         except RuntimeError:  # tensors that have changed their dtype or device since: the layers say it better
@@ -82,15 +94,13 @@ class TrainingStep:
             output.requires_grad_()
         # Copies, as a loss may change its argument in place.
         value = self.loss(whole.result([output.clone() for output in outputs]), targets)
-        for parameter in whole.parameters:
-            parameter.grad = None
+        _clear_gradients(whole)
         value.backward()
         grads = [torch.zeros_like(output) if output.grad is None else output.grad for output in outputs]
         reached = any([output.grad is not None for output in outputs])
         if reached and all([parameter.grad is None for parameter in whole.parameters]):
             ops.stack_update(operation, grads, tensors, kept, state.means, state.squares, step)
-            state.steps += 1
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether there was a step
+            _count_step(optimizer, state)
             return value.detach()
         # The loss has used parameters by itself, as a penalty on their size does, or nothing but them.
         if reached:
@@ -100,6 +110,24 @@ class TrainingStep:
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
         optimizer.step()
         return value.detach()
+
+
+def _known_loss(loss: object) -> str | None:
+    """The name of a loss that the operator computes itself."""
+    for name in LOSSES:
+        if loss is getattr(nn.functional, name):
+            return name
+    return None
+
+
+def _clear_gradients(whole: AsOne) -> None:
+    for parameter in whole.parameters:
+        parameter.grad = None
+
+
+def _count_step(optimizer: torch.optim.Adam, state: _State) -> None:
+    state.steps += 1
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether there was a step
 
 
 def _is_plain(optimizer: torch.optim.Adam) -> bool:
@@ -198,9 +226,9 @@ class _State:
         self.own = [optimizer.state[p] for p in parameters]
         self.views = self._tensors()
 
-    def _tensors(self) -> list[Tensor | None]:
+    def _tensors(self) -> list[object]:
         """What the optimizer's state has for the parameters."""
-        return [entry.get(name) for entry in self.own for name in _NAMES]
+        return [*chain.from_iterable(map(dict.values, self.own))]
 
     def is_current(self, optimizer: torch.optim.Adam, parameters: list[Tensor]) -> bool:
         """Whether these are still the parameters, and the optimizer's state still consists of views."""

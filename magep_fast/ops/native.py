@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from magep_fast import factored
 from magep_fast.ops.operations import (
     ACTIVATIONS,
+    LOSSES,
     AdamStep,
     DenseLayers,
     Equivariant,
@@ -285,6 +286,20 @@ class _Stack:
             means,
             squares,
             self.codes,
+            *step,
+        )
+
+    def step(
+        self, tensors: Sequence[Tensor], targets: Tensor, loss: str, means: Tensor, squares: Tensor, step: AdamStep
+    ) -> Tensor:
+        return torch.ops.magep_fast._stack_step.default(
+            list(tensors[: self.inputs]),
+            list(tensors[self.inputs :]),
+            targets,
+            means,
+            squares,
+            self.codes,
+            LOSSES.index(loss),
             *step,
         )
 

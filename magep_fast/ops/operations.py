@@ -123,6 +123,15 @@ class UpdatingOperation(Operation, Protocol):
         """Changes the parameters among `tensors` in place, and the means and squares of their gradients: each of the
         latter is one tensor for all parameters, in which each begins at a multiple of `ALIGNMENT` numbers."""
 
+    def step(
+        self, tensors: Sequence[Tensor], targets: Tensor, loss: str, means: Tensor, squares: Tensor, step: AdamStep
+    ) -> Tensor:
+        """The forward pass, one of the `LOSSES` and `update`; the loss. A RuntimeError, and nothing is changed, unless
+        the targets are of the shape and dtype of the only tensor of outputs."""
+
+
+LOSSES = ("binary_cross_entropy", "mse_loss")
+"""Of torch.nn.functional, with their defaults; by their number in the operator's arguments."""
 
 ALIGNMENT = 16
 """As csrc/stack.cpp has it."""

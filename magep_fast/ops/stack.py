@@ -57,5 +57,25 @@ def stack_update(
     """A step of Adam, see `UpdatingOperation.update`."""
     with torch._C._AutoDispatchBelowAutograd():
         operation.update(grads, tensors, kept, means, squares, step)
-    # Below autograd nobody has counted that they were changed.
-    torch.autograd.graph.increment_version([*tensors[operation.inputs :], means, squares])
+    _count_changes(operation, tensors, means, squares)
+
+
+def stack_step(
+    operation: UpdatingOperation,
+    tensors: Sequence[Tensor],
+    targets: Tensor,
+    loss: str,
+    means: Tensor,
+    squares: Tensor,
+    step: AdamStep,
+) -> Tensor:
+    """The loss before a step of Adam, see `UpdatingOperation.step`."""
+    with torch._C._AutoDispatchBelowAutograd():
+        value = operation.step(tensors, targets, loss, means, squares, step)
+    _count_changes(operation, tensors, means, squares)
+    return value
+
+
+def _count_changes(operation: Operation, tensors: Sequence[Tensor], *others: Tensor) -> None:
+    """Tells autograd that parameters and others were changed, which nobody counts below it."""
+    torch.autograd.graph.increment_version([*tensors[operation.inputs :], *others])
