@@ -14,7 +14,7 @@ int64_t numbers(const Sizes& shape) {
 }
 
 // Arrays one behind the other, each at a multiple of a cache line.
-int64_t room(const Sizes& shape) { return (numbers(shape) + 15) / 16 * 16; }
+int64_t room(const Sizes& shape) { return whole_lines(numbers(shape)); }
 int64_t room(const std::vector<Sizes>& shapes) {
   int64_t total = 0;
   for (const Sizes& shape : shapes) total += room(shape);
@@ -234,12 +234,6 @@ void forward(const Plan& plan, std::vector<const T*> x, const T* const* paramete
     }
     x.assign(y.begin(), y.end());
   }
-}
-
-template <typename T>
-T* at_least(int64_t count, std::vector<T>& memory) {
-  if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
-  return memory.data();
 }
 
 // outputs: empty unless slopes are computed from them. x_bar: where the gradients of the features go; empty if nobody

@@ -63,9 +63,8 @@ void adam(const AdamStep& s, const std::vector<int64_t>& sizes, const T* const* 
   for (int64_t size : sizes) total += size;
   const int64_t parts = parallel.chunks(total / kAdamNumbers);
   parallel.run(parts, [&](int64_t part) {
-    constexpr int64_t kLine = 16;  // so that no two threads write to one cache line
     for (size_t k = 0; k < sizes.size(); ++k) {
-      const Range lines = Range::part((sizes[k] + kLine - 1) / kLine, part, parts);
+      const Range lines = Range::part(whole_lines(sizes[k]) / kLine, part, parts);  // no two write to one line
       const int64_t begin = lines.begin * kLine, end = std::min(lines.end * kLine, sizes[k]);
       rule.apply(end - begin, gradients[k] + begin, parameters[k] + begin, means[k] + begin, squares[k] + begin);
     }

@@ -57,8 +57,6 @@ extern "C" __attribute__((visibility("default"))) const char* magep_fast_isa() {
   }
 }
 
-int64_t saved_size(const Shape& shape, Operation operation) {
-  return Layout(shape, operation).size + shape.readout_columns();
-}
+int64_t saved_size(const Shape& shape, Operation operation) { return Layout(shape, operation).stride; }
 
 }  // namespace magep

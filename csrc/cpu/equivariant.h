@@ -605,7 +605,7 @@ struct EquivariantCall {
   };
   int64_t last_sums_size() const {
     const Shape& s = x.s;
-    return s.d * ((s.n_L() + s.n_0() + 1) * s.n[s.L() - 1] + s.n_L() * s.n_0());
+    return whole_lines(s.d * ((s.n_L() + s.n_0() + 1) * s.n[s.L() - 1] + s.n_L() * s.n_0()));
   }
   // In memory of their own, [net][last_sums_size].
   LastSums last_sums(int64_t net, T* memory) const {
@@ -731,14 +731,14 @@ struct Accumulator {
   }
 };
 
-// saved: [B][layout.size + features], the intermediates of each network followed by its features.
+// saved: [B][layout.stride], the intermediates of each network followed by its features.
 template <typename S, typename T>
 void equivariant_forward(const Shape& s, const S* const* W, const S* const* b, const T* const* matrices, const T* psi,
                          const Outputs<S>& outputs, T* saved, const Parallel& parallel) {
   const Layout at(s, Operation::equivariant);
   const EquivariantCall<S, T> call{{s, at, W, b, psi}, matrices, parallel};
   const LayerOutputs<S, T> out{outputs};
-  const int64_t L = s.L(), K = s.readout_columns(), stride = at.size + K, need = call.scratch_size();
+  const int64_t L = s.L(), K = s.readout_columns(), stride = at.stride, need = call.scratch_size();
   const int64_t rows = s.e * s.n_L();
   const int64_t row_parts = call.last_row_parts();
   const auto chain = [&](int64_t net, int64_t channel, Scratch<T> scratch) {
@@ -797,17 +797,18 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
   const LayerGradients<S, T> out_bar{gradients};
   const int64_t row_parts = call.last_row_parts();
   const Accumulator accumulator(s, row_parts > 0);
-  const int64_t L = s.L(), d = s.d, K = s.readout_columns(), stride = at.size + K, rows = s.e * s.n_L();
+  const int64_t L = s.L(), d = s.d, K = s.readout_columns(), stride = at.stride, rows = s.e * s.n_L();
   const int64_t need = call.scratch_size();
   const bool by_network = s.B >= parallel.threads;
   const int64_t chunks = parallel.chunks(by_network ? s.B : s.B * std::max(L, d));
   const int64_t group_size = by_network ? call.group_size() : 1, slots = by_network ? chunks * group_size : s.B;
   const int64_t parts = readout_parts(s.B, rows, K, parallel.threads), last_size = call.last_sums_size();
   thread_local std::vector<T> memory;
-  T* accumulators = at_least(
-      accumulator.memory(chunks) + slots * at.grad_size + s.B * (rows + parts * K + row_parts * last_size), memory);
-  T *grads = accumulators + accumulator.memory(chunks), *bar = grads + slots * at.grad_size;
-  T *F_bar = bar + s.B * rows, *last_bars = F_bar + parts * s.B * K;
+  const int64_t sums_size = whole_lines(accumulator.memory(chunks)), grads_size = slots * at.grad_size;
+  const int64_t bar_size = whole_lines(s.B * rows), F_bar_size = whole_lines(parts * s.B * K);
+  T* accumulators = at_least(sums_size + grads_size + bar_size + F_bar_size + row_parts * s.B * last_size, memory);
+  T *grads = accumulators + sums_size, *bar = grads + grads_size, *F_bar = bar + bar_size;
+  T* last_bars = F_bar + F_bar_size;
 
   // The last layer's bias, and by rows its weights too: each part of the rows sums gradients of all networks by itself.
   load_row(out_bar.bias(L), s.B * rows, bar);

@@ -6,13 +6,13 @@
 namespace magep {
 namespace MAGEP_ISA {
 
-// saved: [B][layout.size + features].
+// saved: [B][layout.stride].
 template <typename S, typename T>
 void invariant_forward(const Shape& s, const S* const* W, const S* const* b, const T* matrix, const T* psi, S* out,
                        T* saved, const Parallel& parallel) {
   const Layout at(s, Operation::invariant);
   const Network<S, T> x{s, at, W, b, psi};
-  const int64_t K = s.readout_columns(), stride = at.size + K, need = chain_scratch<S, T>(s);
+  const int64_t K = s.readout_columns(), stride = at.stride, need = chain_scratch<S, T>(s);
   parallel.split(s.B * s.d, [&](int64_t, int64_t begin, int64_t end) {
     Scratch<T> scratch = Scratch<T>::begin(need);
     for (int64_t task = begin; task < end; ++task)
@@ -34,7 +34,7 @@ void invariant_backward(const Shape& s, const S* out_bar, const S* const* W, con
                         const Parallel& parallel) {
   const Layout at(s, Operation::invariant);
   const Network<S, T> x{s, at, W, b, psi};
-  const int64_t K = s.readout_columns(), stride = at.size + K;
+  const int64_t K = s.readout_columns(), stride = at.stride;
   const int64_t need = chain_scratch<S, T>(s) + at.size + s.L() * s.n_L() * s.d + 64;  // gradients of one network
   thread_local std::vector<T> memory;
   // Gradients of the features reach the chains through what the layout has from A_L on, `tail` numbers a network.

@@ -3,6 +3,12 @@
 namespace magep {
 
 Layout::Layout(const Shape& s, Operation operation) : A(s.L() + 1), S(s.L() + 1), R(s.L() + 1), G0(s.L() + 1) {
+  lay_out(s, operation);
+  stride = whole_lines(size + s.readout_columns());
+  grad_size = whole_lines(grad_size);
+}
+
+void Layout::lay_out(const Shape& s, Operation operation) {
   const int64_t L = s.L();
   for (int64_t i = 1; i <= L; ++i) A[i] = section(s.columns(i), s.d, s.n[i]);
   PL = reserve(s.n_L() * s.n_0() * s.d);

@@ -9,6 +9,21 @@
 
 namespace magep {
 
+// Vectors of 64 bytes that begin on a cache line are loaded and stored at once, others in two halves: arrays begin at
+// multiples of as many numbers as a line has at most.
+constexpr int64_t kLine = 16;
+inline int64_t whole_lines(int64_t count) { return (count + kLine - 1) / kLine * kLine; }
+
+// At least `count` numbers, from a cache line on, of a vector that is kept between calls. It never shrinks: growing
+// back clears what is new.
+template <typename T>
+T* at_least(int64_t count, std::vector<T>& memory) {
+  if (static_cast<int64_t>(memory.size()) < count + kLine) memory.resize(count + kLine);
+  constexpr uintptr_t line = kLine * sizeof(float);
+  const uintptr_t behind = reinterpret_cast<uintptr_t>(memory.data()) % line;
+  return memory.data() + (line - behind) % line / sizeof(T);
+}
+
 struct Shape {
   int64_t B, d, e;  // networks, channels in, channels (or features) out
   std::vector<int64_t> n;
@@ -82,11 +97,13 @@ struct Layout {
   std::vector<Section> A, S, R;
   std::vector<int64_t> G0;
   int64_t PL = 0, vL = 0, size = 0;
+  int64_t stride = 0;     // from one network to the next, with the features of the readout behind what is kept
   int64_t grad_size = 0;  // with the G0[i] of hidden layers behind what is kept
 
   Layout(const Shape& s, Operation operation);  // in layout.cpp: compiled once, for any processor
 
  private:
+  void lay_out(const Shape& s, Operation operation);
   int64_t reserve(int64_t count);
   Section section(int64_t rows, int64_t channels, int64_t n);
 };

@@ -11,27 +11,18 @@
 namespace magep {
 namespace MAGEP_ISA {
 
-// At least `count` numbers of a vector that is kept between calls. It never shrinks: growing back clears what is new.
-template <typename T>
-inline T* at_least(int64_t count, std::vector<T>& memory) {
-  if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
-  return memory.data();
-}
-
 // Memory of one thread, kept between calls: taking a slice costs nothing, growing happens before the work starts.
 template <typename T>
 class Scratch {
  public:
   // A buffer for this thread of at least `count` numbers, valid until the next call of `begin`.
   static Scratch begin(int64_t count) {
-    constexpr int64_t kLine = 64 / sizeof(T);
     thread_local std::vector<T> memory;
-    T* first = at_least(count + kLine, memory);
-    return Scratch(first + (kLine - reinterpret_cast<uintptr_t>(first) / sizeof(T) % kLine) % kLine, count);
+    return Scratch(at_least(count, memory), count);
   }
   T* take(int64_t count) {
     T* slice = next_;
-    next_ += (count + 15) / 16 * 16;
+    next_ += whole_lines(count);
     if (next_ > end_) throw std::length_error("magep_fast: scratch memory was reserved too small");
     return slice;
   }

@@ -78,6 +78,7 @@ void features(const Network<S, T>& x, T* saved) {
     lane_gemm<T>(d, 1, 1, n_L, {psi + n_0 * n_L * d, 1, 1}, {v + (t - 1) * n_L * d, 1, 1}, {bW_pp, 1, 1}, false);
   }
   F[f.one] = 1;
+  std::fill(F + f.one + 1, saved + x.at.stride, T(0));  // so that equal calls leave equal memory
 }
 
 // Gradients of the features to those of A_L, P_L, G0_L and of the connections of the traces.

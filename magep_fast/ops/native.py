@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from magep_fast import factored
 from magep_fast.ops.operations import (
     ACTIVATIONS,
+    ALIGNMENT,
     LOSSES,
     AdamStep,
     DenseLayers,
@@ -372,6 +373,8 @@ def _register_layers() -> None:
         size = _saved_size(widths_of(weights), biases[0].shape[1], is_equivariant, readout.device) + readout.shape[1]
         if shares_Wb(weights, biases, readout):
             size += (len(weights) - 1) * weights[-1].shape[2] * biases[0].shape[1]
+        if readout.device.type != "cuda":
+            size = -(-size // ALIGNMENT) * ALIGNMENT
         return biases[0].new_empty(biases[0].shape[0], size, dtype=dtype)
 
     def fake_equivariant(
