@@ -36,11 +36,12 @@ constexpr int64_t kMostDense = 1000;
 struct Stage {
   StageKind kind = StageKind::linear;
   Activation f = Activation::none;
-  Shape shape{};         // of an equivariant or invariant layer
-  LinearShape linear{};  // of a linear one
-  DenseShape dense{};    // of dense ones
-  size_t first = 0;      // of its parameters
-  int64_t offset = 0;    // numbers before its parameters, where those of all stages lie in one array
+  Shape shape{};          // of an equivariant or invariant layer
+  LinearShape linear{};   // of a linear one
+  DenseShape dense{};     // of dense ones
+  size_t first = 0;       // of its parameters
+  int64_t offset = 0;     // numbers before its parameters, where those of all stages lie in one array
+  int64_t gradients = 0;  // where an update has its gradients
   std::vector<Sizes> parameters, inputs, outputs;
   std::vector<Sizes> hidden;  // values of dense layers but the last
   // Where the workspace has its outputs (of dense layers: `hidden`), those before sin, and what its kernel saves,
@@ -59,6 +60,7 @@ struct Plan {
   std::vector<Stage> stages;
   std::vector<Sizes> parameters;  // shapes of those of all stages
   int64_t parameter_numbers = 0;  // in one array of them all
+  int64_t gradient_numbers = 0;   // where stages of the same shapes use the same memory
   int64_t workspace = 0;
 
   const Stage& last() const { return stages.back(); }
@@ -67,11 +69,6 @@ struct Plan {
   int64_t most_features() const {
     int64_t most = 0;
     for (const Stage& stage : stages) most = std::max(most, room(stage.inputs));
-    return most;
-  }
-  int64_t most_parameters() const {
-    int64_t most = 0;
-    for (const Stage& stage : stages) most = std::max(most, room(stage.parameters));
     return most;
   }
 };
@@ -167,6 +164,12 @@ Plan make_plan(const char* op, const std::vector<Tensor>& features, const std::v
     plan.parameters.insert(plan.parameters.end(), stage.parameters.begin(), stage.parameters.end());
     stage.offset = plan.parameter_numbers;
     plan.parameter_numbers += room(stage.parameters);
+    // Memory that another core has written last is slow to write to. Stages of the same shapes are divided among
+    // threads in the same way, so that every thread gets back what it has written; others have memory of their own.
+    const auto alike = std::find_if(plan.stages.begin(), plan.stages.end(),
+                                    [&](const Stage& other) { return other.parameters == stage.parameters; });
+    stage.gradients = &*alike == &stage ? plan.gradient_numbers : alike->gradients;
+    if (&*alike == &stage) plan.gradient_numbers += room(stage.parameters);
     const auto reserve = [&](int64_t count) {
       const int64_t at = plan.workspace;
       plan.workspace += count;
@@ -296,10 +299,10 @@ void update(const Plan& plan, const std::vector<const T*>& bars, const std::vect
             T* const* parameters, const std::vector<const T*>& outputs, const T* workspace, T* means, T* squares,
             const AdamStep& step, const Parallel& parallel) {
   thread_local std::vector<T> memory;
-  T* room_for_gradients = at_least(plan.most_parameters(), memory);
+  T* all_gradients = at_least(plan.gradient_numbers, memory);
   std::vector<T*> gradients;
   const auto gradients_of = [&](const Stage& stage) {
-    gradients = arrays(room_for_gradients, stage.parameters);
+    gradients = arrays(all_gradients + stage.gradients, stage.parameters);
     return gradients.data();
   };
   const auto take_step = [&](const Stage& stage) {
