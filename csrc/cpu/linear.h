@@ -72,15 +72,19 @@ struct LinearCall {
     return most + 64;
   }
 
-  // X of columns begin ... begin + count - 1, [inner][count].
-  void load(const Piece& p, int64_t net, int64_t begin, int64_t count, T* X) const {
+  // X of columns begin ... begin + count - 1, [inner][count], in `X` or where it lies.
+  const T* load(const Piece& p, int64_t net, int64_t begin, int64_t count, T* X) const {
     const int64_t n = s.n[p.i], m = s.n[p.i - 1], c = s.in[p.i - 1];
     const S *w = W[p.i - 1] + net * c * n * m, *bias = b[p.i - 1] + net * s.d * n;
+    if constexpr (std::is_same_v<S, T>) {
+      if (count == p.columns && p.kind == Piece::weight) return w;
+      if (count == p.columns && p.kind == Piece::bias) return bias;
+    }
     switch (p.kind) {
       case Piece::first:
         for (int64_t channel = 0; channel < c; ++channel)
-          for (int64_t j = 0; j < count; ++j)
-            for (int64_t q = 0; q < m; ++q)
+          for (int64_t q = 0; q < m; ++q)
+            for (int64_t j = 0; j < count; ++j)
               X[(q * c + channel) * count + j] = load_one<S, T>(w[(channel * n + begin + j) * m + q]);
         for (int64_t channel = 0; channel < s.d; ++channel)
           load_row(bias + channel * n + begin, count, X + (m * c + channel) * count);
@@ -99,6 +103,7 @@ struct LinearCall {
             load_row(w + (channel * n + q) * m + begin, count, X + (q * c + channel) * count);
         break;
     }
+    return X;
   }
 
   // The gradient of X to those of W and b.
@@ -131,13 +136,19 @@ struct LinearCall {
     }
   }
 
-  // Calls visit(is_weight, offset in the tensor of outputs, row of Y, length) for each contiguous run of outputs. In
-  // the piece `first` a run of weights is n_0 rows (channel, k) of Y, transposed.
+  // Calls visit(is_weight, offset in the tensor of outputs, row of Y, length) for each contiguous run of outputs: all
+  // rows of Y where they are whole. In the piece `first` a run of weights is n_0 rows (channel, k) of Y, transposed.
   template <typename Visit>
   void for_runs(const Piece& p, int64_t net, int64_t begin, int64_t count, Visit&& visit) const {
     const int64_t n = s.n[p.i], m = s.n[p.i - 1], out = s.out[p.i - 1];
+    const bool whole = count == p.columns;
     switch (p.kind) {
       case Piece::first:
+        if (whole && m == 1) {
+          visit(true, net * out * n, 0, out * n);
+          visit(false, net * s.e * n, out, s.e * n);
+          break;
+        }
         for (int64_t channel = 0; channel < out; ++channel)
           visit(true, ((net * out + channel) * n + begin) * m, channel * m, count * m);
         for (int64_t channel = 0; channel < s.e; ++channel)
@@ -145,26 +156,31 @@ struct LinearCall {
         break;
       case Piece::weight:
       case Piece::last:
-        for (int64_t row = 0; row < p.rows; ++row) visit(true, (net * p.rows + row) * p.columns + begin, row, count);
+      case Piece::bias: {
+        const bool is_weight = p.kind != Piece::bias;
+        if (whole) {
+          visit(is_weight, net * p.rows * p.columns, 0, p.rows * p.columns);
+          break;
+        }
+        for (int64_t row = 0; row < p.rows; ++row)
+          visit(is_weight, (net * p.rows + row) * p.columns + begin, row, count);
         break;
-      case Piece::bias:
-        for (int64_t row = 0; row < p.rows; ++row) visit(false, (net * p.rows + row) * n + begin, row, count);
-        break;
+      }
     }
   }
 
   void forward(const Piece& p, int64_t net, const T* matrix, const LayerOutputs<S, T>& out, Scratch<T> scratch) const {
     const int64_t tile = p.tile(), m = s.n[p.i - 1];
-    T* X = scratch.take(p.inner * tile);
+    T* space = scratch.take(p.inner * tile);
     T* Y = scratch.take(p.rows * tile);
     T* run = scratch.take(tile * m);
     for (int64_t begin = 0; begin < p.columns; begin += tile) {
       const int64_t count = std::min(tile, p.columns - begin);
-      load(p, net, begin, count, X);
+      const T* X = load(p, net, begin, count, space);
       gemm<T>(p.rows, count, p.inner, {matrix, p.inner, 1}, X, count, Y, count, false);
       for_runs(p, net, begin, count, [&](bool is_weight, int64_t offset, int64_t row, int64_t length) {
         const T* from = Y + row * count;
-        if (p.kind == Piece::first && is_weight) {
+        if (p.kind == Piece::first && is_weight && m > 1) {
           transpose<T>(m, count, from, count, run, m);
           from = run;
         }
@@ -177,24 +193,24 @@ struct LinearCall {
   void backward(const Piece& p, int64_t net, const T* matrix_transposed, const LayerGradients<S, T>& out_bar,
                 T* matrix_bar, S* const* W_bar, S* const* b_bar, Scratch<T> scratch) const {
     const int64_t tile = p.tile(), m = s.n[p.i - 1];
-    T* X = scratch.take(p.inner * tile);
+    T* space = scratch.take(p.inner * tile);
     T* X_transposed = scratch.take(p.inner * tile);
     T* Y_bar = scratch.take(p.rows * tile);
     T* run = scratch.take(tile * m);
     for (int64_t begin = 0; begin < p.columns; begin += tile) {
       const int64_t count = std::min(tile, p.columns - begin);
-      load(p, net, begin, count, X);
+      const T* X = load(p, net, begin, count, space);
       transpose<T>(p.inner, count, X, count, X_transposed, p.inner);
       for_runs(p, net, begin, count, [&](bool is_weight, int64_t offset, int64_t row, int64_t length) {
         T* to = Y_bar + row * count;
-        const bool transposed = p.kind == Piece::first && is_weight;
+        const bool transposed = p.kind == Piece::first && is_weight && m > 1;
         load_row((is_weight ? out_bar.weight(p.i) : out_bar.bias(p.i)) + offset, length, transposed ? run : to);
         if (transposed) transpose<T>(count, m, run, m, to, count);
       });
       gemm<T>(p.rows, p.inner, count, {Y_bar, count, 1}, X_transposed, p.inner, matrix_bar, p.inner, true);
       if (!W_bar) continue;
-      gemm<T>(p.inner, count, p.rows, {matrix_transposed, p.rows, 1}, Y_bar, count, X, count, false);
-      store(p, net, begin, count, X, W_bar, b_bar);
+      gemm<T>(p.inner, count, p.rows, {matrix_transposed, p.rows, 1}, Y_bar, count, space, count, false);
+      store(p, net, begin, count, space, W_bar, b_bar);
     }
   }
 
