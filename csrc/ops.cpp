@@ -234,12 +234,12 @@ STABLE_TORCH_LIBRARY(magep_fast, m) {
       "int[] layers, bool inputs) -> Tensor[]");
   m.def(
       "_stack_update(Tensor[] grads, Tensor[] features, Tensor(a!)[] parameters, Tensor[] outputs, Tensor workspace, "
-      "Tensor(b!) means, Tensor(c!) squares, int[] layers, float lr, float beta1, float beta2, float eps, "
-      "float weight_decay, bool decoupled, float step) -> ()");
+      "Tensor(b!) means, Tensor(c!) squares, Tensor(d!) steps, int[] layers, float lr, float beta1, float beta2, "
+      "float eps, float weight_decay, bool decoupled) -> ()");
   m.def(
       "_stack_step(Tensor[] features, Tensor(a!)[] parameters, Tensor targets, Tensor(b!) means, Tensor(c!) squares, "
-      "int[] layers, int loss, float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled, "
-      "float step) -> Tensor");
+      "Tensor(d!) steps, int[] layers, int loss, float lr, float beta1, float beta2, float eps, float weight_decay, "
+      "bool decoupled) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(magep_fast, CPU, m) {

@@ -315,6 +315,36 @@ void update(const Plan& plan, const std::vector<const T*>& bars, const std::vect
   backward<T>(plan, bars, features, parameters, outputs, workspace, {}, gradients_of, take_step, parallel);
 }
 
+// How many steps of Adam each parameter has made: all the same number, float32 or float64 as torch has it.
+class StepCounter {
+ public:
+  StepCounter(const char* op, const Tensor& steps, size_t parameters)
+      : wide_(steps.scalar_type() == ScalarType::Double) {
+    const ScalarType dtype = wide_ ? ScalarType::Double : ScalarType::Float;
+    const std::vector<Sizes> shape{{static_cast<int64_t>(parameters)}};
+    if (wide_)
+      doubles_ = changeable<double>({steps}, op, "steps", shape, dtype);
+    else
+      floats_ = changeable<float>({steps}, op, "steps", shape, dtype);
+    for (int64_t k = 0; k < steps.numel(); ++k)
+      STD_TORCH_CHECK(at(k) == at(0) && at(0) >= 0, op, ": all parameters must have made as many steps; found ", at(k),
+                      " for parameter ", k, " and ", at(0), " for the first");
+    count_ = steps.numel();
+  }
+  double next() const { return at(0) + 1; }
+  void advance() const {
+    for (int64_t k = 0; k < count_; ++k) wide_ ? doubles_.data[0][k] += 1 : floats_.data[0][k] += 1;
+  }
+
+ private:
+  double at(int64_t k) const { return wide_ ? doubles_.data[0][k] : floats_.data[0][k]; }
+
+  bool wide_;
+  Pointers<double> doubles_;
+  Pointers<float> floats_;
+  int64_t count_ = 0;
+};
+
 // The mean loss of `count` outputs y, and its gradient.
 template <typename T>
 T loss_and_gradient(const char* op, Loss loss, int64_t count, const T* y, const T* targets, T* y_bar) {
@@ -394,13 +424,13 @@ std::vector<Tensor> stack_backward(std::vector<Tensor> grads, std::vector<Tensor
 }
 
 void stack_update(std::vector<Tensor> grads, std::vector<Tensor> features, std::vector<Tensor> parameters,
-                  std::vector<Tensor> outputs, Tensor workspace, Tensor means, Tensor squares,
+                  std::vector<Tensor> outputs, Tensor workspace, Tensor means, Tensor squares, Tensor steps,
                   std::vector<int64_t> layers, double lr, double beta1, double beta2, double eps, double weight_decay,
-                  bool decoupled, double step) {
+                  bool decoupled) {
   const char* op = "magep_fast::_stack_update";
   const Plan& plan = plan_of(op, features, parameters, layers);
   STD_TORCH_CHECK(plan.batch() > 0, op, ": expected at least one network");
-  STD_TORCH_CHECK(step >= 1, op, ": steps are counted from 1; found ", step);
+  const StepCounter counter(op, steps, parameters.size());
   const ScalarType dtype = features[0].scalar_type();
   with_type(dtype, op, [&](auto type) {
     using T = decltype(type);
@@ -412,18 +442,19 @@ void stack_update(std::vector<Tensor> grads, std::vector<Tensor> features, std::
     const auto m = changeable<T>({means}, op, "means", {{plan.parameter_numbers}}, dtype);
     const auto v = changeable<T>({squares}, op, "squares", {{plan.parameter_numbers}}, dtype);
     update<T>(plan, bars.data, x.data, phi.get(), y.data, kept.data[0], m.data[0], v.data[0],
-              {lr, beta1, beta2, eps, weight_decay, decoupled, step}, torch_threads());
+              {lr, beta1, beta2, eps, weight_decay, decoupled, counter.next()}, torch_threads());
+    counter.advance();
     return std::vector<Tensor>{};
   });
 }
 
 Tensor stack_step(std::vector<Tensor> features, std::vector<Tensor> parameters, Tensor targets, Tensor means,
-                  Tensor squares, std::vector<int64_t> layers, int64_t loss, double lr, double beta1, double beta2,
-                  double eps, double weight_decay, bool decoupled, double step) {
+                  Tensor squares, Tensor steps, std::vector<int64_t> layers, int64_t loss, double lr, double beta1,
+                  double beta2, double eps, double weight_decay, bool decoupled) {
   const char* op = "magep_fast::_stack_step";
   const Plan& plan = plan_of(op, features, parameters, layers);
   STD_TORCH_CHECK(plan.batch() > 0, op, ": expected at least one network");
-  STD_TORCH_CHECK(step >= 1, op, ": steps are counted from 1; found ", step);
+  const StepCounter counter(op, steps, parameters.size());
   STD_TORCH_CHECK(plan.last().outputs.size() == 1, op, ": the last layer must be an invariant or a dense one");
   STD_TORCH_CHECK(loss == 0 || loss == 1, op, ": loss must be 0 (binary cross entropy) or 1 (squared error); found ",
                   loss);
@@ -445,7 +476,8 @@ Tensor stack_step(std::vector<Tensor> features, std::vector<Tensor> parameters, 
     *value = loss_and_gradient(op, static_cast<Loss>(loss), count, y, expected.data[0], y_bar);
     const std::vector<const T*> known(plan.last().known_outputs().size(), y);
     update<T>(plan, {y_bar}, x.data, phi.get(), known, workspace, m.data[0], v.data[0],
-              {lr, beta1, beta2, eps, weight_decay, decoupled, step}, parallel);
+              {lr, beta1, beta2, eps, weight_decay, decoupled, counter.next()}, parallel);
+    counter.advance();
     return results;
   })[0];
 }

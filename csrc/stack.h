@@ -32,12 +32,13 @@ std::vector<torch::stable::Tensor> stack_backward(std::vector<torch::stable::Ten
 
 // The backward pass and a step of Adam, layer by layer: gradients of parameters are used while they are in cache, and
 // never become tensors. Parameters, means and squares are changed in place; the latter are those of all parameters one
-// behind the other, each at a multiple of 16 numbers.
+// behind the other, each at a multiple of 16 numbers. steps: how many each parameter has made, equal numbers to which
+// one is added.
 void stack_update(std::vector<torch::stable::Tensor> grads, std::vector<torch::stable::Tensor> features,
                   std::vector<torch::stable::Tensor> parameters, std::vector<torch::stable::Tensor> outputs,
                   torch::stable::Tensor workspace, torch::stable::Tensor means, torch::stable::Tensor squares,
-                  std::vector<int64_t> layers, double lr, double beta1, double beta2, double eps, double weight_decay,
-                  bool decoupled, double step);
+                  torch::stable::Tensor steps, std::vector<int64_t> layers, double lr, double beta1, double beta2,
+                  double eps, double weight_decay, bool decoupled);
 
 // Losses that stack_step knows, each the mean over all numbers of the outputs, of which there is one tensor.
 enum class Loss : int64_t { binary_cross_entropy, squared_error };
@@ -47,7 +48,7 @@ enum class Loss : int64_t { binary_cross_entropy, squared_error };
 torch::stable::Tensor stack_step(std::vector<torch::stable::Tensor> features,
                                  std::vector<torch::stable::Tensor> parameters, torch::stable::Tensor targets,
                                  torch::stable::Tensor means, torch::stable::Tensor squares,
-                                 std::vector<int64_t> layers, int64_t loss, double lr, double beta1, double beta2,
-                                 double eps, double weight_decay, bool decoupled, double step);
+                                 torch::stable::Tensor steps, std::vector<int64_t> layers, int64_t loss, double lr,
+                                 double beta1, double beta2, double eps, double weight_decay, bool decoupled);
 
 }  // namespace magep

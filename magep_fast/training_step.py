@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from magep_fast import ops
-from magep_fast.ops.operations import ALIGNMENT, LOSSES, AdamStep
+from magep_fast.ops.operations import ALIGNMENT, LOSSES, AdamState, AdamStep
 from magep_fast.stack import AsOne, Stack
 
 _MODULES_OF_ADAM = ("torch.optim.adam", "torch.optim.adamw")
+_COUNTERS = (torch.float32, torch.float64)  # what it counts steps in
 _NAMES = ("step", "exp_avg", "exp_avg_sq")  # of what Adam keeps for each parameter
 
 
@@ -79,12 +80,12 @@ class TrainingStep:
         name = _known_loss(self.loss)
         if name is not None and type(targets) is Tensor and not targets.requires_grad:
             try:
-                value = ops.stack_step(operation, tensors, targets, name, state.means, state.squares, step)
+                value = ops.stack_step(operation, tensors, targets, name, state.tensors, step)
             except RuntimeError:  # what is wrong with the targets, or that they are broadcast, torch says below
                 pass
             else:
                 _clear_gradients(whole)
-                _count_step(optimizer, state)
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether there was a step
                 return value
         try:
             outputs, kept = ops.stack_forward(operation, tensors)
@@ -99,8 +100,8 @@ class TrainingStep:
         grads = [torch.zeros_like(output) if output.grad is None else output.grad for output in outputs]
         reached = any([output.grad is not None for output in outputs])
         if reached and all([parameter.grad is None for parameter in whole.parameters]):
-            ops.stack_update(operation, grads, tensors, kept, state.means, state.squares, step)
-            _count_step(optimizer, state)
+            ops.stack_update(operation, grads, tensors, kept, state.tensors, step)
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether there was a step
             return value.detach()
         # The loss has used parameters by itself, as a penalty on their size does, or nothing but them.
         if reached:
@@ -123,11 +124,6 @@ def _known_loss(loss: object) -> str | None:
 def _clear_gradients(whole: AsOne) -> None:
     for parameter in whole.parameters:
         parameter.grad = None
-
-
-def _count_step(optimizer: torch.optim.Adam, state: _State) -> None:
-    state.steps += 1
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether there was a step
 
 
 def _is_plain(optimizer: torch.optim.Adam) -> bool:
@@ -190,7 +186,7 @@ def _can_be_taken(optimizer: torch.optim.Adam, parameters: list[Tensor]) -> bool
         if not entry:
             continue
         step, *moments = (entry.get(name) for name in _NAMES)
-        if not isinstance(step, Tensor) or step.device.type != "cpu" or step.dim():
+        if not isinstance(step, Tensor) or step.device.type != "cpu" or step.dim() or step.dtype not in _COUNTERS:
             return False
         for x in moments:
             if not isinstance(x, Tensor) or (x.shape, x.dtype, x.device) != (p.shape, p.dtype, p.device):
@@ -206,14 +202,17 @@ class _State:
     def __init__(self, optimizer: torch.optim.Adam, parameters: list[Tensor]):
         entries = [optimizer.state.get(p) or {} for p in parameters]
         sizes = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in parameters]
-        self.means, self.squares = (parameters[0].new_zeros(sum(sizes)) for _ in range(2))
         dtypes = [entry["step"].dtype for entry in entries if entry]
-        self.steps = torch.zeros(len(parameters), dtype=dtypes[0] if dtypes else torch.float32)
+        self.tensors = AdamState(
+            parameters[0].new_zeros(sum(sizes)),
+            parameters[0].new_zeros(sum(sizes)),
+            torch.zeros(len(parameters), dtype=dtypes[0] if dtypes else torch.float32),
+        )
         views: dict[Tensor, dict[str, Tensor]] = {}
         begin = 0
         for k, (p, entry, size) in enumerate(zip(parameters, entries, sizes, strict=True)):
-            mean, square = (x[begin : begin + p.numel()].view(p.shape) for x in (self.means, self.squares))
-            views[p] = dict(zip(_NAMES, (self.steps[k], mean, square), strict=True))
+            mean, square = (x[begin : begin + p.numel()].view(p.shape) for x in self.tensors[:2])
+            views[p] = dict(zip(_NAMES, (self.tensors.steps[k], mean, square), strict=True))
             for name, view in views[p].items():
                 if entry:
                     view.copy_(entry[name])
@@ -238,12 +237,12 @@ class _State:
             and _same(optimizer.state.values(), self.entries)
             and _same(self._tensors(), self.views)
             and [p.shape for p in parameters] == self.shapes
-            and parameters[0].dtype == self.means.dtype
+            and parameters[0].dtype == self.tensors.means.dtype
         )
 
     def next_step(self, group: dict[str, Any]) -> AdamStep | None:
         """The step to take now, or None if it is not the same for all parameters or not made of numbers."""
-        done, lr, (beta1, beta2) = self.steps.tolist(), group["lr"], group["betas"]
+        done, lr, (beta1, beta2) = self.tensors.steps.tolist(), group["lr"], group["betas"]
         if done.count(done[0]) != len(done) or isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
             return None
         if isinstance(lr, Tensor):
@@ -251,7 +250,7 @@ class _State:
                 return None
             lr = lr.item()
         decoupled = group["decoupled_weight_decay"]
-        return AdamStep(lr, beta1, beta2, group["eps"], group["weight_decay"], decoupled, done[0] + 1)
+        return AdamStep(lr, beta1, beta2, group["eps"], group["weight_decay"], decoupled)
 
 
 def _same(found: Collection[object], known: Collection[object]) -> bool:

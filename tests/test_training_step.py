@@ -47,6 +47,21 @@ def updates(monkeypatch):
     return calls
 
 
+@pytest.fixture
+def whole_steps(monkeypatch):
+    """A list that grows with every step that is one operator, loss included."""
+    calls = []
+    original = ops.stack_step
+
+    def counted(*arguments):
+        value = original(*arguments)
+        calls.append(arguments)
+        return value
+
+    monkeypatch.setattr(ops, "stack_step", counted)
+    return calls
+
+
 def model_of(activation="relu", sigmoid=True, dtype=torch.float64):
     flat = CNN.with_taps(1)
     return Stack(
@@ -126,6 +141,73 @@ def test_float32(count, updates):
     with threads(count):
         assert_same_training(step, model, optimizer, batches(dtype=torch.float32), 1e-4)
     assert len(updates) == STEPS
+
+
+KNOWN_LOSSES = [nn.functional.binary_cross_entropy, nn.functional.mse_loss]
+
+
+@needs_kernels
+@pytest.mark.parametrize("loss", KNOWN_LOSSES)
+@pytest.mark.parametrize("activation", ["relu", "sin"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_steps_with_a_known_loss_are_one_operator(loss, activation, count, whole_steps, updates):
+    step, model, optimizer = pair(model_of(activation), loss=loss)
+    data = batches()
+    data[1][1][:] = torch.tensor([0.0, 1.0])  # where a logarithm has no weight
+    with threads(count):
+        assert_same_training(step, model, optimizer, data)
+    assert len(whole_steps) == STEPS and not updates
+    assert all(p.grad is None for p in step.model.parameters())
+
+
+@needs_kernels
+@pytest.mark.parametrize("loss", KNOWN_LOSSES)
+def test_known_losses_in_float32(loss, whole_steps):
+    step, model, optimizer = pair(model_of(dtype=torch.float32), loss=loss)
+    for each in (step.optimizer, optimizer):
+        each.param_groups[0]["eps"] = 1e-3
+    assert_same_training(step, model, optimizer, batches(dtype=torch.float32), 1e-4)
+    assert len(whole_steps) == STEPS
+
+
+@needs_kernels
+def test_sure_and_wrong_outputs_have_the_loss_and_slope_of_torch(whole_steps):
+    """A sigmoid of 0 or 1 to the last digit: logarithms end at -100, slopes before they are infinite."""
+    model = model_of()
+    with torch.no_grad():
+        model[3][4].weight.zero_()
+        model[3][4].bias[:] = torch.tensor([800.0, -800.0])
+    step, other, optimizer = pair(model, loss=nn.functional.binary_cross_entropy)
+    data = [(features, torch.tensor([[0.0, 1.0]], dtype=torch.float64).expand(3, 2)) for features, _ in batches()]
+    assert_same_training(step, other, optimizer, data)
+    assert len(whole_steps) == STEPS
+    value = step(*data[0])
+    assert value == 100
+
+
+@needs_kernels
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x[:, :1], lambda x: x.float(), lambda x: x.requires_grad_(), lambda x: nn.Parameter(x)],
+    ids=["broadcast", "another dtype", "requires grad", "another type"],
+)
+def test_targets_that_the_operator_does_not_take(change, whole_steps):
+    step, model, optimizer = pair(model_of(), loss=nn.functional.mse_loss)
+    assert_same_training(step, model, optimizer, [(x, change(y)) for x, y in batches()])
+    assert not whole_steps
+
+
+@needs_kernels
+def test_outputs_that_are_no_probabilities_change_nothing(whole_steps):
+    step, _, _ = pair(model_of(sigmoid=False), loss=nn.functional.binary_cross_entropy)
+    before = [p.detach().clone() for p in step.model.parameters()]
+    features, targets = batches(1)[0]
+    with pytest.raises(RuntimeError, match="between 0 and 1"):
+        step(features.map(lambda x: 100 * x), targets)
+    assert not whole_steps
+    assert all(torch.equal(p, q) for p, q in zip(step.model.parameters(), before, strict=True))
+    assert all(entry["step"] == 0 for entry in step.optimizer.state.values())
 
 
 @needs_kernels
@@ -711,6 +793,7 @@ def arguments_of_update():
         "workspace": workspace,
         "means": torch.zeros(size),
         "squares": torch.zeros(size),
+        "steps": torch.zeros(len(parameters)),
         "layers": layers,
         "lr": 0.01,
         "beta1": 0.9,
@@ -718,7 +801,6 @@ def arguments_of_update():
         "eps": 1e-8,
         "weight_decay": 0.0,
         "decoupled": False,
-        "step": 1.0,
     }
 
 
@@ -763,7 +845,15 @@ def test_the_operator_checks_its_tensors(name, change, message):
             lambda x: x["parameters"].__setitem__(2, x["parameters"][2].t().contiguous().t()),
             r"parameters\[2\] must be contiguous",
         ),
-        (lambda x: x.update(step=0.0), "steps are counted from 1; found 0"),
+        (
+            lambda x: x["steps"].__setitem__(3, 2.0),
+            "all parameters must have made as many steps; found 2 for parameter 3 and 0 for the first",
+        ),
+        (lambda x: x.update(steps=torch.zeros(3)), r"steps\[0\] must be a CPU tensor of shape \[6\]"),
+        (
+            lambda x: x.update(steps=torch.zeros(6, dtype=torch.int64)),
+            r"steps\[0\] .* dtype Float; found .* dtype Long",
+        ),
         (lambda x: x["layers"].pop(), "three numbers for each layer"),
     ],
 )
@@ -774,6 +864,47 @@ def test_the_operator_checks_its_arguments(change, message):
         torch.ops.magep_fast._stack_update(**arguments)
 
 
+def arguments_of_step():
+    arguments = arguments_of_update()
+    for name in ("grads", "outputs", "workspace"):
+        del arguments[name]
+    return arguments | {"targets": torch.full((2, 2), 0.25), "loss": 1}
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.update(targets=torch.zeros(2, 3)), r"targets\[0\] must be a CPU tensor of shape \[2, 2\]"),
+        (lambda x: x.update(targets=torch.zeros(2, 2).double()), r"targets\[0\] .* dtype Float; found .* dtype Double"),
+        (lambda x: x.update(loss=2), r"loss must be 0 \(binary cross entropy\) or 1 \(squared error\); found 2"),
+        (lambda x: x.update(steps=torch.zeros(3)), r"steps\[0\] must be a CPU tensor of shape \[6\]"),
+        (
+            lambda x: x.update(squares=torch.zeros(2 * len(x["squares"]))[::2]),
+            r"squares\[0\] must be contiguous, as it is changed in place",
+        ),
+        (lambda x: x.update(features=[y[:0] for y in x["features"]]), "expected at least one network"),
+    ],
+)
+def test_the_operator_of_whole_steps_checks_its_arguments(change, message):
+    arguments = arguments_of_step()
+    before = [p.clone() for p in arguments["parameters"]]
+    change(arguments)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.magep_fast._stack_step(**arguments)
+    assert all(torch.equal(p, q) for p, q in zip(arguments["parameters"], before, strict=True))
+
+
+@needs_kernels
+def test_whole_steps_need_one_tensor_of_outputs():
+    model = Stack(MagepEquivariant(SPACE, 2, 3))
+    parameters = [p.detach() for p in model.parameters()]
+    arguments = arguments_of_step() | {"parameters": parameters, "layers": [1, 3, 0]}
+    arguments["steps"] = torch.zeros(len(parameters))
+    with pytest.raises(RuntimeError, match="the last layer must be an invariant or a dense one"):
+        torch.ops.magep_fast._stack_step(**arguments)
+
+
 @needs_kernels
 def test_the_operator_takes_a_step():
     arguments = arguments_of_update()
@@ -782,6 +913,7 @@ def test_the_operator_takes_a_step():
     # At the first step Adam moves every parameter that has a gradient by the learning rate.
     moved = (arguments["parameters"][-1] - before[-1]).abs()
     torch.testing.assert_close(moved, torch.full((2,), 0.01), rtol=1e-3, atol=0)
+    assert arguments["steps"].tolist() == [1] * len(before)
     assert (arguments["means"] != 0).any() and (arguments["squares"] != 0).any()
 
 

@@ -9,9 +9,9 @@ namespace MAGEP_ISA {
 
 template <typename S, typename T>
 int64_t chain_scratch(const Shape& s) {
-  const int64_t space = largest_matrix<S, T>(s);
-  if (is_narrow<T>(s)) return space + NarrowChain<S, T, false>::scratch_size(s);
-  return (s.n_0() + 1) * s.n_L() + space + kTransposedBlock + 64;
+  const int64_t products = (s.n_0() + 1) * s.n_L() + kTransposedBlock + 64;
+  return largest_matrix<S, T>(s) +
+         (is_narrow<T>(s) ? std::max(products, NarrowChain<S, T, false>::scratch_size(s)) : products);
 }
 
 // How far ahead of the weights in use to fetch: the next channel, or some pages of a large matrix.

@@ -8,13 +8,14 @@
 namespace magep {
 namespace MAGEP_ISA {
 
-// Whether rows of every layer but the input fit a vector; then sizes_of below can be known when compiled.
+// Whether rows of every layer but the input fit a vector.
 template <typename T>
 inline bool is_narrow(const Shape& s) {
   return *std::max_element(s.n.begin() + 1, s.n.end()) <= Simd<T>::kWidth;
 }
+// Whether hidden layers fill it, so that their widths are known when compiled.
 template <typename T>
-inline bool is_narrow_and_whole(const Shape& s) {
+inline bool has_whole_vectors(const Shape& s) {
   return std::all_of(s.n.begin() + 1, s.n.end() - 1, [](int64_t n) { return n == Simd<T>::kWidth; });
 }
 
@@ -207,6 +208,7 @@ struct NarrowChain {
   // R_i = [Psi; psi] S_(i-1), or only its last row
   void connect_right(int64_t i, const T* suffixes, T* saved) const {
     const Section& right = x.at.R[i];
+    if (right.rows == 0) return;
     const int64_t n_L = x.s.n_L(), d = x.s.d, skip = x.s.n_0() + 1 - right.rows;
     const T* connection = x.connection(x.s.pair_to_neighbour(i)) + skip * n_L * d + channel;
     for_row_blocks(right.rows, [&](auto R, int64_t q) {
@@ -285,18 +287,20 @@ struct NarrowChain {
       const Section &S_t = x.at.S[t], &R_t = x.at.R[t + 1];
       const auto n = hidden(t);
       const int64_t skip = s.n_0() + 1 - R_t.rows, pair = s.pair_to_neighbour(t + 1);
-      const T *R_bar = part(grad, R_t), *own = part(grad, S_t), *before = S_bar + (t - 2) * n_L * W;
+      const T *R_bar = part(grad, R_t), *own = part(grad, S_t);
       T* to = S_bar + (t - 1) * n_L * W;
-      const T* connection = x.connection(pair) + skip * n_L * d + channel;
       Vec right[W];
       if (t > 1) load_columns<T>(n, hidden(t - 1), weight(t), s.n[t - 1], right);
       for_few_rows(n_L, [&](auto R, int64_t p) {
         Vec sums[decltype(R)::value];
         for (int r = 0; r < R; ++r) sums[r] = load_lanes(own + (p + r) * S_t.row_stride, n);
-        add_products<T>(sums, R_t.rows, connection + p * d, d, n_L * d, R_bar, R_t.row_stride, n);
-        if (t > 1) add_products<T>(sums, hidden(t - 1), before + p * W, W, right);
+        if (R_t.rows > 0)
+          add_products<T>(sums, R_t.rows, x.connection(pair) + (skip * n_L + p) * d + channel, d, n_L * d, R_bar,
+                          R_t.row_stride, n);
+        if (t > 1) add_products<T>(sums, hidden(t - 1), to + (p - n_L) * W, W, right);
         for (int r = 0; r < R; ++r) Lanes::store(to + (p + r) * W, sums[r]);
       });
+      if (R_t.rows == 0) continue;
       load_columns<T>(static_cast<int>(n_L), n, part(saved, S_t), S_t.row_stride, right);
       for_few_rows(R_t.rows, [&](auto R, int64_t q) {
         Vec sums[decltype(R)::value] = {};
@@ -314,7 +318,7 @@ struct NarrowChain {
 // Calls body with the chain of one network and channel.
 template <typename S, typename T, typename Body>
 inline void with_narrow_chain(const Network<S, T>& x, int64_t net, int64_t channel, T* space, Body&& body) {
-  if (is_narrow_and_whole<T>(x.s))
+  if (has_whole_vectors<T>(x.s))
     body(NarrowChain<S, T, true>{x, net, channel, space});
   else
     body(NarrowChain<S, T, false>{x, net, channel, space});

@@ -108,11 +108,18 @@ void test_chain(const Shape& s, Operation operation, WeightGradients how) {
 }  // namespace
 
 void run_tests() {
-  const std::vector<Shape> shapes{
+  std::vector<Shape> shapes{
       {1, 1, 1, {1, 1, 1}},    {1, 2, 1, {2, 3, 2}},          {1, 3, 1, {2, 4, 5, 3}},      {1, 3, 1, {3, 4, 5, 2}},
       {1, 3, 1, {3, 4, 5, 1}}, {1, 2, 1, {1, 9, 17, 8, 1}},   {1, 2, 1, {2, 33, 50, 7, 3}}, {1, 2, 1, {9, 7, 8, 2}},
       {1, 2, 1, {2, 8, 7, 9}}, {1, 2, 1, {3, 2, 3, 2, 3, 2}},
   };
+  // Hidden layers of one whole vector on some level, with as many rows as the loops over them distinguish.
+  for (int64_t n : {2, 4, 8, 16}) {
+    shapes.push_back({1, 2, 1, {1, n, n, n, n}});
+    shapes.push_back({1, 3, 1, {2, n, n, std::max<int64_t>(1, n - 1)}});
+    shapes.push_back({1, 2, 1, {9, n, n, n, n, n, 1}});
+  }
+  for (int64_t n_L = 9; n_L <= 13; ++n_L) shapes.push_back({1, 2, 1, {1, 16, 16, n_L}});
   for (const Shape& s : shapes)
     for (Operation operation : {Operation::chain, Operation::equivariant, Operation::invariant})
       test_chain(s, operation, WeightGradients::write);

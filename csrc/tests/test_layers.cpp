@@ -154,6 +154,11 @@ void run_tests() {
       {2, 3, 2, {2, 3, 4, 5, 2}, true},
       {3, 2, 3, {2, 3, 4, 1}, true},
       {2, 2, 3, {2, 3, 2}, true},
+      {2, 3, 4, {1, 2, 2, 2, 2}},  // hidden layers of one whole vector on some level
+      {2, 3, 4, {1, 4, 4, 4, 3}},
+      {2, 3, 4, {1, 8, 8, 8, 5}, true},
+      {2, 3, 4, {1, 16, 16, 16, 10}, true},
+      {2, 2, 3, {2, 8, 8, 1}},
   };
   // Three threads divide the last layer by rows, networks in one group and in two, and fewer networks than threads.
   const std::vector<Shape> by_rows{

@@ -19,6 +19,7 @@ from magep_fast.ops.operations import (
     ACTIVATIONS,
     ALIGNMENT,
     LOSSES,
+    AdamState,
     AdamStep,
     DenseLayers,
     Equivariant,
@@ -273,8 +274,7 @@ class _Stack:
         grads: Sequence[Tensor],
         tensors: Sequence[Tensor],
         kept: Sequence[Tensor],
-        means: Tensor,
-        squares: Tensor,
+        state: AdamState,
         step: AdamStep,
     ) -> None:
         *known, workspace = kept
@@ -284,21 +284,17 @@ class _Stack:
             list(tensors[self.inputs :]),
             known,
             workspace,
-            means,
-            squares,
+            *state,
             self.codes,
             *step,
         )
 
-    def step(
-        self, tensors: Sequence[Tensor], targets: Tensor, loss: str, means: Tensor, squares: Tensor, step: AdamStep
-    ) -> Tensor:
+    def step(self, tensors: Sequence[Tensor], targets: Tensor, loss: str, state: AdamState, step: AdamStep) -> Tensor:
         return torch.ops.magep_fast._stack_step.default(
             list(tensors[: self.inputs]),
             list(tensors[self.inputs :]),
             targets,
-            means,
-            squares,
+            *state,
             self.codes,
             LOSSES.index(loss),
             *step,

@@ -97,7 +97,7 @@ class Operation(Protocol):
 
 
 class AdamStep(NamedTuple):
-    """A step of `torch.optim.Adam`, or with `decoupled` of AdamW; `step` counts from 1."""
+    """A step of `torch.optim.Adam`, or with `decoupled` of AdamW."""
 
     lr: float
     beta1: float
@@ -105,7 +105,15 @@ class AdamStep(NamedTuple):
     eps: float
     weight_decay: float
     decoupled: bool
-    step: float
+
+
+class AdamState(NamedTuple):
+    """What Adam keeps of all parameters: means and squares of their gradients, one tensor each in which each parameter
+    begins at a multiple of `ALIGNMENT` numbers, and how many steps each has made, the same number for all."""
+
+    means: Tensor
+    squares: Tensor
+    steps: Tensor
 
 
 class UpdatingOperation(Operation, Protocol):
@@ -116,16 +124,12 @@ class UpdatingOperation(Operation, Protocol):
         grads: Sequence[Tensor],
         tensors: Sequence[Tensor],
         kept: Sequence[Tensor],
-        means: Tensor,
-        squares: Tensor,
+        state: AdamState,
         step: AdamStep,
     ) -> None:
-        """Changes the parameters among `tensors` in place, and the means and squares of their gradients: each of the
-        latter is one tensor for all parameters, in which each begins at a multiple of `ALIGNMENT` numbers."""
+        """Changes the parameters among `tensors`, and the state, in place."""
 
-    def step(
-        self, tensors: Sequence[Tensor], targets: Tensor, loss: str, means: Tensor, squares: Tensor, step: AdamStep
-    ) -> Tensor:
+    def step(self, tensors: Sequence[Tensor], targets: Tensor, loss: str, state: AdamState, step: AdamStep) -> Tensor:
         """The forward pass, one of the `LOSSES` and `update`; the loss. A RuntimeError, and nothing is changed, unless
         the targets are of the shape and dtype of the only tensor of outputs."""
 

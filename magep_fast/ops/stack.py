@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from magep_fast.ops.operations import AdamStep, Operation, UpdatingOperation, run
+from magep_fast.ops.operations import AdamState, AdamStep, Operation, UpdatingOperation, run
 
 
 def stack(operation: Operation, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -50,14 +50,13 @@ def stack_update(
     grads: Sequence[Tensor],
     tensors: Sequence[Tensor],
     kept: Sequence[Tensor],
-    means: Tensor,
-    squares: Tensor,
+    state: AdamState,
     step: AdamStep,
 ) -> None:
     """A step of Adam, see `UpdatingOperation.update`."""
     with torch._C._AutoDispatchBelowAutograd():
-        operation.update(grads, tensors, kept, means, squares, step)
-    _count_changes(operation, tensors, means, squares)
+        operation.update(grads, tensors, kept, state, step)
+    _count_changes(operation, tensors, state)
 
 
 def stack_step(
@@ -65,17 +64,16 @@ def stack_step(
     tensors: Sequence[Tensor],
     targets: Tensor,
     loss: str,
-    means: Tensor,
-    squares: Tensor,
+    state: AdamState,
     step: AdamStep,
 ) -> Tensor:
     """The loss before a step of Adam, see `UpdatingOperation.step`."""
     with torch._C._AutoDispatchBelowAutograd():
-        value = operation.step(tensors, targets, loss, means, squares, step)
-    _count_changes(operation, tensors, means, squares)
+        value = operation.step(tensors, targets, loss, state, step)
+    _count_changes(operation, tensors, state)
     return value
 
 
-def _count_changes(operation: Operation, tensors: Sequence[Tensor], *others: Tensor) -> None:
-    """Tells autograd that parameters and others were changed, which nobody counts below it."""
-    torch.autograd.graph.increment_version([*tensors[operation.inputs :], *others])
+def _count_changes(operation: Operation, tensors: Sequence[Tensor], state: AdamState) -> None:
+    """Tells autograd that parameters and state were changed, which nobody counts below it."""
+    torch.autograd.graph.increment_version([*tensors[operation.inputs :], *state])
