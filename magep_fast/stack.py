@@ -244,7 +244,9 @@ class _Run:
         if isinstance(features, WeightFeatures) and features.biases and type(features.biases[0]) in _PLAIN:
             bias = features.biases[0]
             kind = [x.shape for x in features.weights + features.biases]
-            kind += (bias.dtype, bias.device, autocast_dtype(features))
+            # Asking for any device's autocast is the quickest way to hear that there is none.
+            autocast = autocast_dtype(features) if torch._C._is_any_autocast_enabled() else None
+            kind += (bias.dtype, bias.device, autocast)
             for layer in self.layers:
                 kind += (layer.activation, layer.backend)
             kind.append(requested_backend(first.backend))
