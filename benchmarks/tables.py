@@ -37,6 +37,9 @@ TOLERANCE = 1e-3
 NOT_IN_PAPER = PaperRow()
 QUICK_NETWORKS = 512
 COMPARED_STEPS = 5
+CHANGE_TOLERANCE = 0.02
+"""How far what these steps change in the parameters may be from what those of the reference do: rounding decides the
+direction in which Adam moves parameters that have next to no gradient."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,10 @@ class Subject:
         output = trainer.model(networks)
         trained = [p for p in trainer.model.parameters() if p.requires_grad]
         return [output, *torch.autograd.grad(trainer.loss(output, targets), trained)]
+
+    def all_parameters(self) -> Tensor:
+        """A copy of what is trained, in one tensor."""
+        return torch.cat([p.detach().flatten() for p in self.trainer.model.parameters() if p.requires_grad])
 
     def losses(self, steps: int) -> list[Tensor]:
         """Of further steps of training; dropout, if any, drops the same for everyone."""
@@ -282,22 +289,28 @@ def process_peaks(run: Run, table: str, entries: list[Entry], tick: Callable[[],
 
 def disagreements(subjects: Iterable[Subject]) -> dict[str, float]:
     """How far outputs and gradients of each form of MAGEP are from those of the reference, at the start, and the losses
-    of its first steps, which it makes here. All forms start from the same parameters and meet the same batches. A form
-    that fails at a step remembers why, and is not compared."""
+    and parameters of its first steps, which it makes here. All forms start from the same parameters and meet the same
+    batches. A form that fails at a step remembers why, and is not compared."""
     forms = {s.entry.name: s for s in subjects if s.entry.name in (REFERENCE, COMPILED, FUSED)}
     if REFERENCE not in forms:
         return {}
     size = forms[REFERENCE].trainer.batch_size
     found = {name: subject.outputs_and_gradients(size) for name, subject in forms.items()}
+    change: dict[str, Tensor] = {}
 
     def train(subject: Subject) -> None:
+        before = subject.all_parameters()
         found[subject.entry.name] += subject.losses(COMPARED_STEPS)
+        change[subject.entry.name] = subject.all_parameters() - before
 
     guarded(forms.values(), train)
     if forms[REFERENCE].failure:
         return {}
-    expected = found[REFERENCE]
-    return {name: disagreement(found[name], expected) for name, subject in forms.items() if not subject.failure}
+    errors = {}
+    for name in change:
+        right = (change[name] - change[REFERENCE]).norm() < CHANGE_TOLERANCE * change[REFERENCE].norm()
+        errors[name] = disagreement(found[name], found[REFERENCE]) if right or name == REFERENCE else math.inf
+    return errors
 
 
 def speed_up(name: str, reference: float | None, own: float, error: float | None) -> float | str:

@@ -84,7 +84,8 @@ def caption(rows: list[Row], where: dict[str, str]) -> str:
         f"float32 on {first['device']} ({where['cpu']}, {where['threads']} threads), torch {where['torch']}; "
         f"networks: {first['inputs']}; whole run {kind}: {first['steps']} steps of batch {first['batch']}. "
         "Speed-up is over MAGEP-reference. Step MB: the peak of torch's allocator in a step, which does not see what "
-        "kernels keep between steps; process MB: the peak of a process that trains this model alone. Columns named after the paper are its own figures, on an A100."
+        "kernels keep between steps; process MB: the peak of a process that trains this model alone. Columns named "
+        "after the paper are its own figures, on an A100."
     )
 
 

@@ -293,7 +293,7 @@ void backward(const Plan& plan, std::vector<const T*> bars, const std::vector<co
   }
 }
 
-// Each stage's gradients take the place of those of the stage after it.
+// A step of Adam on the parameters of each stage as soon as their gradients are known.
 template <typename T>
 void update(const Plan& plan, const std::vector<const T*>& bars, const std::vector<const T*>& features,
             T* const* parameters, const std::vector<const T*>& outputs, const T* workspace, T* means, T* squares,
@@ -357,7 +357,9 @@ T loss_and_gradient(const char* op, Loss loss, int64_t count, const T* y, const 
       y_bar[k] = static_cast<T>(2 * difference * share);
       continue;
     }
-    STD_TORCH_CHECK(y[k] >= 0 && y[k] <= 1, op, ": binary cross entropy takes outputs between 0 and 1; found ", y[k]);
+    STD_TORCH_CHECK(y[k] >= 0 && y[k] <= 1 && targets[k] >= 0 && targets[k] <= 1, op,
+                    ": binary cross entropy takes outputs and targets between 0 and 1; found ", y[k], " and ",
+                    targets[k]);
     // As torch does, logarithms end at -100, and slopes before the denominator vanishes.
     const T log = std::max(std::log(y[k]), T(-100)), log_of_rest = std::max(std::log1p(-y[k]), T(-100));
     sum -= targets[k] * log + (1 - targets[k]) * log_of_rest;

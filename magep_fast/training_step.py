@@ -17,6 +17,7 @@ from magep_fast.ops.operations import ALIGNMENT, LOSSES, AdamState, AdamStep
 from magep_fast.stack import AsOne, Stack
 
 _MODULES_OF_ADAM = ("torch.optim.adam", "torch.optim.adamw")
+_LOSSES = [(name, getattr(nn.functional, name)) for name in LOSSES]
 _COUNTERS = (torch.float32, torch.float64)  # what it counts steps in
 _NAMES = ("step", "exp_avg", "exp_avg_sq")  # of what Adam keeps for each parameter
 
@@ -33,8 +34,8 @@ class TrainingStep:
 
     If the model is a `Stack` all of whose layers run together on the `cpu` backend, and the optimizer is Adam or AdamW,
     the backward pass and the optimizer are one operator: each layer's parameters are updated as soon as their gradients
-    are known, which are still in cache then and never become tensors. `.grad` of the parameters is None afterwards. With
-    `torch.nn.functional.binary_cross_entropy` or `mse_loss` as the loss, all of the step is that one operator. The
+    are known, which are still in cache then and never become tensors. `.grad` of the parameters is None afterwards.
+    With `torch.nn.functional.binary_cross_entropy` or `mse_loss` as the loss, all of the step is that one operator. The
     optimizer's state is kept as torch keeps it, so that `optimizer.state_dict()`, schedulers of the learning rate and
     ordinary steps in between work as ever.
 
@@ -115,8 +116,8 @@ class TrainingStep:
 
 def _known_loss(loss: object) -> str | None:
     """The name of a loss that the operator computes itself."""
-    for name in LOSSES:
-        if loss is getattr(nn.functional, name):
+    for name, known in _LOSSES:
+        if loss is known:
             return name
     return None
 
@@ -129,7 +130,7 @@ def _clear_gradients(whole: AsOne) -> None:
 def _is_plain(optimizer: torch.optim.Adam) -> bool:
     """Whether a step of the optimizer is one of Adam or AdamW on one group of parameters that nobody watches."""
     step = vars(optimizer).get("step")  # a scheduler wraps it to see that it is called
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+    if step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step:
         return False
     if type(optimizer).step.__module__ not in _MODULES_OF_ADAM and not getattr(optimizer, "steps_like_adam", False):
         return False

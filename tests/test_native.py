@@ -190,7 +190,7 @@ def test_linear_layers_with_taps_agree_with_the_reference(case, dtype, tolerance
 
 @ACTIVATIONS
 @pytest.mark.parametrize("kind", [MagepEquivariant, MonomialEquivariant])
-@pytest.mark.parametrize("widths", [(2, 9, 17, 1), (3, 16, 130, 4), (2, 5, 3)])
+@pytest.mark.parametrize("widths", [(2, 9, 17, 1), (3, 16, 130, 4), (2, 5, 3), (1, 16, 16, 16, 10), (2, 16, 8, 11)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_activations_agree_with_the_reference(kind, widths, dtype, activation):
     case = make_case(widths, 3, 4, 5, activation)

@@ -194,7 +194,6 @@ def test_no_speed_up_for_wrong_steps(tmp_path, monkeypatch, mode):
                         p.lerp_(q, 0.5)
             return value
 
-    monkeypatch.setattr(training, "Adam", lambda parameters, rate: torch.optim.Adam(parameters, 0.1))
     assert float(rows_of(tmp_path / "right", mode)[FUSED]["speed_up"]) > 0
     monkeypatch.setattr(training, "TrainingStep", Halved)
     assert rows_of(tmp_path / "wrong", mode)[FUSED]["speed_up"].startswith("wrong by ")

@@ -1,6 +1,7 @@
 import copy
 import gc
 import io
+import types
 import warnings
 import weakref
 
@@ -199,6 +200,19 @@ def test_targets_that_the_operator_does_not_take(change, whole_steps):
 
 
 @needs_kernels
+@pytest.mark.parametrize("wrong", [1.5, -0.5, torch.nan])
+def test_targets_that_are_no_probabilities_change_nothing(wrong, whole_steps):
+    step, _, _ = pair(model_of(), loss=nn.functional.binary_cross_entropy)
+    before = [p.detach().clone() for p in step.model.parameters()]
+    features, targets = batches(1)[0]
+    targets[1, 1] = wrong
+    with pytest.raises(RuntimeError, match="between 0 and 1"):
+        step(features, targets)
+    assert not whole_steps
+    assert all(torch.equal(p, q) for p, q in zip(step.model.parameters(), before, strict=True))
+
+
+@needs_kernels
 def test_outputs_that_are_no_probabilities_change_nothing(whole_steps):
     step, _, _ = pair(model_of(sigmoid=False), loss=nn.functional.binary_cross_entropy)
     before = [p.detach().clone() for p in step.model.parameters()]
@@ -224,10 +238,11 @@ def test_outputs_that_are_no_probabilities_change_nothing(whole_steps):
         lambda model: torch.optim.Adam(list(model.parameters())[::-1], lr=0.01, foreach=True),
     ],
 )
-def test_hyperparameters(make_optimizer, updates):
-    step, model, optimizer = pair(model_of(), make_optimizer)
+@pytest.mark.parametrize("loss", [square, nn.functional.mse_loss])
+def test_hyperparameters(make_optimizer, loss, updates, whole_steps):
+    step, model, optimizer = pair(model_of(), make_optimizer, loss)
     assert_same_training(step, model, optimizer, batches())
-    assert len(updates) == STEPS
+    assert len(updates if loss is square else whole_steps) == STEPS
     given = step.optimizer.state_dict()["param_groups"]
     assert given == optimizer.state_dict()["param_groups"]
 
@@ -303,6 +318,17 @@ def replace_step(model, optimizer):
     optimizer.step = clipped
 
 
+def replace_step_under_a_scheduler(model, optimizer):
+    step = type(optimizer).step
+
+    def clipped(self):
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        step(self)
+
+    optimizer.step = types.MethodType(clipped, optimizer)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+
 def freeze(model, optimizer):
     model[1].bias_2.requires_grad_(False)
 
@@ -345,6 +371,7 @@ ORDINARY = {
     "a hook before the optimizer": (adam, hook_optimizer),
     "a hook behind the optimizer": (adam, hook_after_optimizer),
     "a step of the instance": (adam, replace_step),
+    "a step of the instance under a scheduler": (adam, replace_step_under_a_scheduler),
     "a step of the class": (lambda model: Clipping(model.parameters(), lr=0.01), nothing),
     "a frozen parameter": (adam, freeze),
     "amsgrad": (lambda model: torch.optim.Adam(model.parameters(), lr=0.01, amsgrad=True), nothing),

@@ -24,7 +24,8 @@ class AdamRule {
         beta2_(broadcast(s.beta2)),
         own_square_(broadcast(1 - s.beta2)),
         shrink_(broadcast(s.decoupled ? 1 - s.lr * s.weight_decay : 1)),
-        decay_(broadcast(s.decoupled ? 0 : s.weight_decay)),
+        decays_(!s.decoupled && s.weight_decay != 0),
+        decay_(broadcast(s.weight_decay)),
         rate_(broadcast(s.lr / (1 - std::pow(s.beta1, s.step)))),
         correction_(broadcast(1 / std::sqrt(1 - std::pow(s.beta2, s.step)))),
         eps_(broadcast(s.eps)) {}
@@ -35,7 +36,7 @@ class AdamRule {
     for_lanes<T>(n, [&, rule](int64_t k, auto count) {
       auto g = load_lanes(g_at + k, count), m = load_lanes(m_at + k, count);
       const auto p = load_lanes(p_at + k, count) * rule.shrink_;
-      g += rule.decay_ * p;
+      if (rule.decays_) g += rule.decay_ * p;
       // From the nearer end, as torch.lerp: without memory, m is g to the last digit.
       m = (rule.near_ ? m : g) + rule.weight_ * (g - m);
       const auto v = rule.beta2_ * load_lanes(v_at + k, count) + rule.own_square_ * g * g;
@@ -50,7 +51,9 @@ class AdamRule {
   static Vec broadcast(double x) { return Simd<T>::broadcast(static_cast<T>(x)); }
 
   bool near_;
-  Vec weight_, beta2_, own_square_, shrink_, decay_, rate_, correction_, eps_;
+  Vec weight_, beta2_, own_square_, shrink_;
+  bool decays_;
+  Vec decay_, rate_, correction_, eps_;
 };
 
 // sizes: how many numbers each array of parameters, gradients, means m and squares v has. Every thread takes the same

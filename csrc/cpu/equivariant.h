@@ -903,7 +903,7 @@ void equivariant_backward(const Shape& s, const OutputGradients<S>& gradients, c
   parallel.split(shares, [&](int64_t, int64_t begin, int64_t end) {
     for (int64_t k = 0; k < 2 * L; ++k) {
       const auto at_k = [&](int64_t chunk) { return k == 2 * L - 1 ? sums[chunk].psi : sums[chunk].matrices[k]; };
-      const int64_t count = accumulator.counts[k], lines = (count + 15) / 16;
+      const int64_t count = accumulator.counts[k], lines = whole_lines(count) / kLine;
       const int64_t first = lines * begin / shares * 16;
       const int64_t last = std::min(count, lines * end / shares * 16);
       for (int64_t chunk = 1; first < last && chunk < chunks; ++chunk)

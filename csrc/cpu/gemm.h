@@ -234,7 +234,7 @@ void gemm_dot(int64_t M, int64_t N, int64_t K, const T* a, int64_t lda, const T*
 // to[c, r] = from[r, c] for up to kSquare rows and columns; memory beyond them is neither read nor written.
 #if defined(__AVX512F__)
 constexpr int64_t kSquare = 16;
-inline void transpose_registers(__m512* r) {
+__attribute__((always_inline)) inline void transpose_registers(__m512* r) {  // called, it would go through memory
   __m512 s[16];
 #pragma GCC unroll 16
   for (int k = 0; k < 16; k += 2) {

@@ -8,10 +8,10 @@
 namespace magep {
 namespace MAGEP_ISA {
 
-// Whether rows of every layer but the input fit a vector.
+// Whether there is a hidden layer, and rows of every layer but the input fit a vector.
 template <typename T>
 inline bool is_narrow(const Shape& s) {
-  return *std::max_element(s.n.begin() + 1, s.n.end()) <= Simd<T>::kWidth;
+  return s.L() > 1 && *std::max_element(s.n.begin() + 1, s.n.end()) <= Simd<T>::kWidth;
 }
 // Whether hidden layers fill it, so that their widths are known when compiled.
 template <typename T>

@@ -124,4 +124,6 @@ void run_tests() {
     for (Operation operation : {Operation::chain, Operation::equivariant, Operation::invariant})
       test_chain(s, operation, WeightGradients::write);
   for (const Shape& s : shapes) test_chain(s, Operation::invariant, WeightGradients::stream);
+  for (const Shape& s : {Shape{1, 2, 1, {3, 2}}, Shape{1, 1, 1, {2, 8}}, Shape{1, 1, 1, {2, 17}}})  // no hidden layer
+    test_chain(s, Operation::chain, WeightGradients::write);
 }

@@ -2,7 +2,7 @@
 
 The operators `magep_fast::chain`, `::equivariant`, `::linear`, `::invariant` and their backwards take and return lists
 of tensors. They have fake kernels (for torch.compile and torch.export) and autograd formulas. `magep_fast::_stack`, its
-backward and its update have neither: where graphs are made, a `Stack` runs layer by layer.
+backward, its update and its step have neither: where graphs are made, a `Stack` runs layer by layer.
 """
 
 from __future__ import annotations

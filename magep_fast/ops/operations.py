@@ -138,7 +138,7 @@ LOSSES = ("binary_cross_entropy", "mse_loss")
 """Of torch.nn.functional, with their defaults; by their number in the operator's arguments."""
 
 ALIGNMENT = 16
-"""As csrc/stack.cpp has it."""
+"""As `kLine` of csrc/cpu/layout.h."""
 
 
 def run(operation: Operation, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
