@@ -98,6 +98,7 @@ class World:
     @staticmethod
     def leave() -> None:
         if distributed.is_initialized():
+            distributed.barrier()  # nobody closes a connection that another still uses
             distributed.destroy_process_group()
 
     def mean(self, x: Tensor) -> Tensor:
