@@ -256,6 +256,7 @@ else:
     one.evaluate("val")
 with Progress(disable=True) as progress:
     one.train(progress)
+world.wait()
 World.leave()
 """
 

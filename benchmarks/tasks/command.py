@@ -109,6 +109,7 @@ def run(arguments: argparse.Namespace) -> None:
     world = World.join(arguments.device)
     try:
         train(arguments, world)
+        world.wait()
     finally:
         World.leave()
 

@@ -98,8 +98,12 @@ class World:
     @staticmethod
     def leave() -> None:
         if distributed.is_initialized():
-            distributed.barrier()  # nobody closes a connection that another still uses
             distributed.destroy_process_group()
+
+    def wait(self) -> None:
+        """For all processes, before they leave: nobody closes a connection that another still uses."""
+        if self.size > 1:
+            distributed.barrier()
 
     def mean(self, x: Tensor) -> Tensor:
         """Over all processes."""
