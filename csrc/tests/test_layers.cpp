@@ -45,7 +45,7 @@ struct Run {
         b(convert<T>(x.b)),
         matrices(convert<T>(x.matrices)),
         psi(x.psi.begin(), x.psi.end()),
-        saved(s.B * (magep::Layout(s, operation(equivariant)).stride), T(NAN)) {}
+        saved(s.B * magep::Layout(s, operation(equivariant)).stride, T(NAN)) {}
 
   std::vector<std::vector<T>> forward(const Tensors& like, const Parallel& parallel) {
     outputs = unwritten<T>(like);
