@@ -21,8 +21,7 @@ def main(table: str, model: str, device: str, threads: str) -> None:
     entry = next(entry for entry in work.entries() if entry.name == model)
     data = work.made_networks(4 * work.batch_size).to(torch.device(device))
     subject = Subject(work, entry, data, torch.device(device))
-    for _ in range(STEPS):
-        subject.trainer.step()
+    subject.trainer.run(STEPS)
     print((torch.cuda.max_memory_reserved() if device.startswith("cuda") else peak_bytes()) / 1e6)
 
 

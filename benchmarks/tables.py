@@ -150,27 +150,28 @@ class Subject:
     def losses(self, steps: int) -> list[Tensor]:
         """Of further steps of training; dropout, if any, drops the same for everyone."""
         torch.manual_seed(1)
-        return [self.trainer.step() for _ in range(steps)]
+        return list(self.trainer.run(steps))
 
-    def timed_step(self) -> float:
+    def seconds_per_step(self, steps: int) -> float:
+        """The mean of the next steps, taken as a whole run takes them."""
         start = time.perf_counter()
-        self.trainer.step()
+        self.trainer.run(steps)
         self._synchronise()
-        return time.perf_counter() - start
+        return (time.perf_counter() - start) / steps
 
     def take_turn(self, lasting: float = 0.1) -> None:
-        """Timed steps for about this many seconds, at most ten, after one that brings the model's data into cache."""
-        first = self.timed_step()
+        """Steps for about this many seconds, at most ten, after one that brings the model's data into cache."""
+        first = self.seconds_per_step(1)
         steps = min(10, int(lasting / first))
-        self.seconds += [self.timed_step() for _ in range(steps)] if steps else [first]
+        self.seconds.append(self.seconds_per_step(steps) if steps else first)
 
     def peak_megabytes(self) -> float:
         """What torch's allocator holds at the peak of a step beyond what it held before."""
         if self.device.type != "cuda":
-            return peak_memory(self.trainer.step) / 1e6
+            return peak_memory(partial(self.trainer.run, 1)) / 1e6
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.trainer.step()
+        self.trainer.run(1)
         return (torch.cuda.max_memory_allocated(self.device) - before) / 1e6
 
     def _synchronise(self) -> None:
@@ -346,7 +347,7 @@ def guarded(subjects: Iterable[Subject], action: Callable[[Subject], object]) ->
 
 def found_in(subject: Subject, peak: float | str | None) -> Row:
     """What is known of a subject after its steps were timed. One that does not train has no time worth reporting."""
-    loss = subject.trainer.step().item()
+    loss = subject.trainer.run(1).item()
     if not math.isfinite(loss):
         raise ArithmeticError(f"the loss is {loss} after {len(subject.seconds)} timed steps")
     measured = timing(subject.seconds)
@@ -358,7 +359,7 @@ def found_in(subject: Subject, peak: float | str | None) -> Row:
         "peak_mb": round(subject.peak_megabytes(), 3),
         "process_mb": "" if peak is None else peak,
         "parameters": subject.parameters,
-        "ops": "" if subject.entry.compiled else count_ops(subject.trainer.step),
+        "ops": "" if subject.entry.compiled else count_ops(partial(subject.trainer.run, 1)),
     }
 
 
@@ -389,7 +390,7 @@ def run_quick(run: Run, table: str) -> None:
             tick()
         errors = disagreements(subjects)
         run.progress.update(task, description=f"{table}: timing")
-        guarded(subjects, lambda subject: subject.timed_step())  # Adam makes its state
+        guarded(subjects, lambda subject: subject.seconds_per_step(1))  # Adam makes its state
         for _ in range(run.repeats):
             guarded(subjects, Subject.take_turn)
             rounds += 1
@@ -453,7 +454,7 @@ def train_fully(run: Run, table: str, entry: Entry, data: Dataset, advance: Call
     start = time.perf_counter()
     for done in range(0, work.steps, 50):
         steps = min(50, work.steps - done)
-        subject.seconds += [subject.timed_step() for _ in range(steps)]
+        subject.seconds.append(subject.seconds_per_step(steps))
         advance(steps)
     seconds = time.perf_counter() - start
     finished = run.finished(table).get(REFERENCE)

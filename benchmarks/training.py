@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,7 @@ class Adam(torch.optim.Adam):
 
 
 class Trainer:
-    """Adam on batches in random order, epoch after epoch: `step()` is one batch."""
+    """Adam on batches in random order, epoch after epoch: `run(n)` takes the next n steps, a batch each."""
 
     def __init__(
         self,
@@ -114,17 +114,19 @@ class Trainer:
         trained = [p for p in model.parameters() if p.requires_grad]
         self.training_step = TrainingStep(model, loss, Adam(trained, learning_rate))
         self.generator = torch.Generator().manual_seed(seed)
-        self.batches = self._batches()
-
-    def _batches(self) -> Iterator[Tensor]:
-        while True:
-            order = torch.randperm(len(self.data), generator=self.generator)
-            yield from order.to(self.data.networks.device).split(self.batch_size)
+        self.order = torch.empty(0, dtype=torch.int64)  # what is left of the epoch
 
     @property
     def steps_per_epoch(self) -> int:
         return -(-len(self.data) // self.batch_size)
 
-    def step(self) -> Tensor:
-        """Forward, loss, backward, Adam; the loss, left on the device."""
-        return self.training_step(*self.data.batch(next(self.batches)))
+    def run(self, steps: int) -> Tensor:
+        """Forward, loss, backward, Adam, for each step; the losses, left on the device."""
+        losses = []
+        while steps > 0:
+            if not len(self.order):
+                self.order = torch.randperm(len(self.data), generator=self.generator).to(self.data.networks.device)
+            now, self.order = self.order[: steps * self.batch_size], self.order[steps * self.batch_size :]
+            losses.append(self.training_step.train(self.data.networks, self.data.targets, now, self.batch_size))
+            steps -= len(losses[-1])
+        return torch.cat(losses)

@@ -227,7 +227,7 @@ STABLE_TORCH_LIBRARY(magep_fast, m) {
       "invariant_backward(Tensor grad, Tensor[] weights, Tensor[] biases, Tensor matrix, Tensor psi, Tensor saved) "
       "-> Tensor[]");
   // Layers one after another, see stack.h; the backward returns the gradients of features, if `inputs`, and of
-  // parameters, the update takes a step of Adam instead.
+  // parameters, the update takes a step of Adam instead, and training many, with the forward pass and the loss before.
   m.def("_stack(Tensor[] features, Tensor[] parameters, int[] layers) -> Tensor[]");
   m.def(
       "_stack_backward(Tensor[] grads, Tensor[] features, Tensor[] parameters, Tensor[] outputs, Tensor workspace, "
@@ -237,9 +237,9 @@ STABLE_TORCH_LIBRARY(magep_fast, m) {
       "Tensor(b!) means, Tensor(c!) squares, Tensor(d!) steps, int[] layers, float lr, float beta1, float beta2, "
       "float eps, float weight_decay, bool decoupled) -> ()");
   m.def(
-      "_stack_step(Tensor[] features, Tensor(a!)[] parameters, Tensor targets, Tensor(b!) means, Tensor(c!) squares, "
-      "Tensor(d!) steps, int[] layers, int loss, float lr, float beta1, float beta2, float eps, float weight_decay, "
-      "bool decoupled) -> Tensor");
+      "_stack_train(Tensor[] features, Tensor(a!)[] parameters, Tensor targets, Tensor(b!) means, Tensor(c!) squares, "
+      "Tensor(d!) steps, Tensor? order, int batch_size, int[] layers, int loss, float lr, float beta1, float beta2, "
+      "float eps, float weight_decay, bool decoupled) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(magep_fast, CPU, m) {
@@ -254,5 +254,5 @@ STABLE_TORCH_LIBRARY_IMPL(magep_fast, CPU, m) {
   m.impl("_stack", TORCH_BOX(&magep::stack));
   m.impl("_stack_backward", TORCH_BOX(&magep::stack_backward));
   m.impl("_stack_update", TORCH_BOX(&magep::stack_update));
-  m.impl("_stack_step", TORCH_BOX(&magep::stack_step));
+  m.impl("_stack_train", TORCH_BOX(&magep::stack_train));
 }

@@ -1,6 +1,8 @@
 #include "stack.h"
 
 #include <cmath>
+#include <cstring>
+#include <utility>
 
 #include "tensors.h"
 
@@ -56,7 +58,8 @@ struct Stage {
 };
 
 struct Plan {
-  std::vector<int64_t> layers;  // what it was made for
+  FeatureSizes features;  // what it was made for
+  std::vector<int64_t> layers;
   std::vector<Stage> stages;
   std::vector<Sizes> parameters;  // shapes of those of all stages
   int64_t parameter_numbers = 0;  // in one array of them all
@@ -64,8 +67,7 @@ struct Plan {
   int64_t workspace = 0;
 
   const Stage& last() const { return stages.back(); }
-  const std::vector<Sizes>& features() const { return stages[0].inputs; }
-  int64_t batch() const { return features()[0][0]; }
+  const std::vector<Sizes>& inputs() const { return stages[0].inputs; }
   int64_t most_features() const {
     int64_t most = 0;
     for (const Stage& stage : stages) most = std::max(most, room(stage.inputs));
@@ -80,15 +82,21 @@ std::vector<Tensor> share(const char* op, const std::vector<Tensor>& parameters,
   return {parameters.begin() + static_cast<int64_t>(first), parameters.begin() + static_cast<int64_t>(first + count)};
 }
 
-Plan make_plan(const char* op, const std::vector<Tensor>& features, const std::vector<Tensor>& parameters,
-               const std::vector<int64_t>& layers) {
-  STD_TORCH_CHECK(!layers.empty() && layers.size() % 3 == 0, op, ": expected three numbers for each layer; found ",
-                  layers.size());
+// Of weights, then biases.
+FeatureSizes sizes_of(const char* op, const std::vector<Tensor>& features) {
   const size_t L = features.size() / 2;
   STD_TORCH_CHECK(features.size() == 2 * L && L >= 2, op,
                   ": expected as many weights as biases, at least two of each; found ", features.size(), " tensors");
-  FeatureSizes now = sizes_of_features(op, {features.begin(), features.begin() + static_cast<int64_t>(L)},
-                                       {features.begin() + static_cast<int64_t>(L), features.end()});
+  return sizes_of_features(op, {features.begin(), features.begin() + static_cast<int64_t>(L)},
+                           {features.begin() + static_cast<int64_t>(L), features.end()});
+}
+
+Plan make_plan(const char* op, const FeatureSizes& features, const std::vector<Tensor>& parameters,
+               const std::vector<int64_t>& layers) {
+  STD_TORCH_CHECK(!layers.empty() && layers.size() % 3 == 0, op, ": expected three numbers for each layer; found ",
+                  layers.size());
+  FeatureSizes now = features;
+  const size_t L = now.channels.size();
   Plan plan;
   size_t first = 0;
   for (size_t k = 0; k < layers.size(); k += 3) {
@@ -159,6 +167,7 @@ Plan make_plan(const char* op, const std::vector<Tensor>& features, const std::v
   }
   STD_TORCH_CHECK(first == parameters.size(), op, ": expected ", first, " parameters for these layers; found ",
                   parameters.size());
+  plan.features = features;
   plan.layers = layers;
   for (Stage& stage : plan.stages) {
     plan.parameters.insert(plan.parameters.end(), stage.parameters.begin(), stage.parameters.end());
@@ -192,10 +201,10 @@ bool have_shapes(const std::vector<Tensor>& tensors, const std::vector<Sizes>& s
 }
 
 // The plan of the call before, if it fits: a training loop asks for the same one at every step.
-const Plan& plan_of(const char* op, const std::vector<Tensor>& features, const std::vector<Tensor>& parameters,
+const Plan& plan_of(const char* op, const FeatureSizes& features, const std::vector<Tensor>& parameters,
                     const std::vector<int64_t>& layers) {
   thread_local Plan plan;
-  if (plan.stages.empty() || plan.layers != layers || !have_shapes(features, plan.features()) ||
+  if (plan.stages.empty() || plan.layers != layers || !(plan.features == features) ||
       !have_shapes(parameters, plan.parameters))
     plan = make_plan(op, features, parameters, layers);
   return plan;
@@ -345,9 +354,9 @@ class StepCounter {
   int64_t count_ = 0;
 };
 
-// The mean loss of `count` outputs y, and its gradient.
+// The mean loss of `count` outputs y, and its gradient; false if it is not defined for them.
 template <typename T>
-T loss_and_gradient(const char* op, Loss loss, int64_t count, const T* y, const T* targets, T* y_bar) {
+bool loss_and_gradient(Loss loss, int64_t count, const T* y, const T* targets, T* value, T* y_bar) {
   const double share = 1.0 / static_cast<double>(count);
   double sum = 0;
   for (int64_t k = 0; k < count; ++k) {
@@ -357,15 +366,56 @@ T loss_and_gradient(const char* op, Loss loss, int64_t count, const T* y, const 
       y_bar[k] = static_cast<T>(2 * difference * share);
       continue;
     }
-    STD_TORCH_CHECK(y[k] >= 0 && y[k] <= 1 && targets[k] >= 0 && targets[k] <= 1, op,
-                    ": binary cross entropy takes outputs and targets between 0 and 1; found ", y[k], " and ",
-                    targets[k]);
+    if (!(y[k] >= 0 && y[k] <= 1 && targets[k] >= 0 && targets[k] <= 1)) return false;
     // As torch does, logarithms end at -100, and slopes before the denominator vanishes.
     const T log = std::max(std::log(y[k]), T(-100)), log_of_rest = std::max(std::log1p(-y[k]), T(-100));
     sum -= targets[k] * log + (1 - targets[k]) * log_of_rest;
     y_bar[k] = static_cast<T>(difference / std::max(y[k] * (1 - y[k]), T(1e-12)) * share);
   }
-  return static_cast<T>(sum * share);
+  *value = static_cast<T>(sum * share);
+  return true;
+}
+
+// Arrays that have a row for each network, and the rows of one batch after the other: where they lie, or with an order
+// of the networks copied one behind the other.
+template <typename T>
+class Batches {
+ public:
+  // shapes: of a batch.
+  Batches(std::vector<const T*> data, const std::vector<Sizes>& shapes, const int64_t* order)
+      : data_(std::move(data)), order_(order) {
+    for (const Sizes& shape : shapes) sizes_.push_back(numbers(shape) / shape[0]);
+    if (!order) return;
+    thread_local std::vector<T> memory;
+    copies_ = arrays(at_least(room(shapes), memory), shapes);
+  }
+
+  std::vector<const T*> at(int64_t first, int64_t count, const Parallel& parallel) const {
+    if (order_) {
+      parallel.split(count, [&](int64_t, int64_t begin, int64_t end) {
+        for (size_t k = 0; k < data_.size(); ++k)
+          for (int64_t row = begin; row < end; ++row)
+            std::memcpy(copies_[k] + row * sizes_[k], data_[k] + order_[first + row] * sizes_[k],
+                        sizes_[k] * sizeof(T));
+      });
+      return {copies_.begin(), copies_.end()};
+    }
+    std::vector<const T*> rows = data_;
+    for (size_t k = 0; k < rows.size(); ++k) rows[k] += first * sizes_[k];
+    return rows;
+  }
+
+ private:
+  std::vector<const T*> data_;
+  const int64_t* order_;
+  Sizes sizes_;  // of a row
+  std::vector<T*> copies_;
+};
+
+// Shapes of a batch as those of all networks.
+std::vector<Sizes> with_rows(std::vector<Sizes> shapes, int64_t rows) {
+  for (Sizes& shape : shapes) shape[0] = rows;
+  return shapes;
 }
 
 // Calls body with the type of features and parameters: float or double.
@@ -385,16 +435,16 @@ auto with_type(ScalarType dtype, const char* op, Body&& body) {
 
 std::vector<Tensor> stack(std::vector<Tensor> features, std::vector<Tensor> parameters, std::vector<int64_t> layers) {
   const char* op = "magep_fast::_stack";
-  const Plan& plan = plan_of(op, features, parameters, layers);
+  const Plan& plan = plan_of(op, sizes_of(op, features), parameters, layers);
   const ScalarType dtype = features[0].scalar_type();
   return with_type(dtype, op, [&](auto type) {
     using T = decltype(type);
-    const auto x = checked<T>(features, op, "features", plan.features(), dtype);
+    const auto x = checked<T>(features, op, "features", plan.inputs(), dtype);
     const auto phi = checked<T>(parameters, op, "parameters", plan.parameters, dtype);
     std::vector<Tensor> results;
     const auto y = allocate<T>(results, features[0], plan.last().outputs, dtype);
     const auto workspace = allocate<T>(results, features[0], {{plan.workspace}}, dtype);
-    if (plan.batch() > 0) forward<T>(plan, x.data, phi.get(), y, workspace[0], torch_threads());
+    if (plan.features.B > 0) forward<T>(plan, x.data, phi.get(), y, workspace[0], torch_threads());
     return results;
   });
 }
@@ -403,24 +453,24 @@ std::vector<Tensor> stack_backward(std::vector<Tensor> grads, std::vector<Tensor
                                    std::vector<Tensor> parameters, std::vector<Tensor> outputs, Tensor workspace,
                                    std::vector<int64_t> layers, bool inputs) {
   const char* op = "magep_fast::_stack_backward";
-  const Plan& plan = plan_of(op, features, parameters, layers);
+  const Plan& plan = plan_of(op, sizes_of(op, features), parameters, layers);
   const ScalarType dtype = features[0].scalar_type();
   return with_type(dtype, op, [&](auto type) {
     using T = decltype(type);
     const auto bars = checked<T>(grads, op, "grads", plan.last().outputs, dtype);
-    const auto x = checked<T>(features, op, "features", plan.features(), dtype);
+    const auto x = checked<T>(features, op, "features", plan.inputs(), dtype);
     const auto phi = checked<T>(parameters, op, "parameters", plan.parameters, dtype);
     const auto y = checked<T>(outputs, op, "outputs", plan.last().known_outputs(), dtype);
     const auto kept = checked<T>({workspace}, op, "workspace", {{plan.workspace}}, dtype);
     std::vector<Tensor> results;
     std::vector<T*> x_bar;
-    if (inputs) x_bar = allocate<T>(results, features[0], plan.features(), dtype);
+    if (inputs) x_bar = allocate<T>(results, features[0], plan.inputs(), dtype);
     const auto phi_bar = allocate<T>(results, features[0], plan.parameters, dtype);
-    if (plan.batch() > 0)
+    if (plan.features.B > 0)
       backward<T>(
           plan, bars.data, x.data, phi.get(), y.data, kept.data[0], x_bar,
           [&](const Stage& stage) { return phi_bar.data() + stage.first; }, [](const Stage&) {}, torch_threads());
-    finish(results, x_bar.size(), plan.batch(), dtype);
+    finish(results, x_bar.size(), plan.features.B, dtype);
     return results;
   });
 }
@@ -430,14 +480,14 @@ void stack_update(std::vector<Tensor> grads, std::vector<Tensor> features, std::
                   std::vector<int64_t> layers, double lr, double beta1, double beta2, double eps, double weight_decay,
                   bool decoupled) {
   const char* op = "magep_fast::_stack_update";
-  const Plan& plan = plan_of(op, features, parameters, layers);
-  STD_TORCH_CHECK(plan.batch() > 0, op, ": expected at least one network");
+  const Plan& plan = plan_of(op, sizes_of(op, features), parameters, layers);
+  STD_TORCH_CHECK(plan.features.B > 0, op, ": expected at least one network");
   const StepCounter counter(op, steps, parameters.size());
   const ScalarType dtype = features[0].scalar_type();
   with_type(dtype, op, [&](auto type) {
     using T = decltype(type);
     const auto bars = checked<T>(grads, op, "grads", plan.last().outputs, dtype);
-    const auto x = checked<T>(features, op, "features", plan.features(), dtype);
+    const auto x = checked<T>(features, op, "features", plan.inputs(), dtype);
     const auto phi = changeable<T>(parameters, op, "parameters", plan.parameters, dtype);
     const auto y = checked<T>(outputs, op, "outputs", plan.last().known_outputs(), dtype);
     const auto kept = checked<T>({workspace}, op, "workspace", {{plan.workspace}}, dtype);
@@ -450,36 +500,62 @@ void stack_update(std::vector<Tensor> grads, std::vector<Tensor> features, std::
   });
 }
 
-Tensor stack_step(std::vector<Tensor> features, std::vector<Tensor> parameters, Tensor targets, Tensor means,
-                  Tensor squares, Tensor steps, std::vector<int64_t> layers, int64_t loss, double lr, double beta1,
-                  double beta2, double eps, double weight_decay, bool decoupled) {
-  const char* op = "magep_fast::_stack_step";
-  const Plan& plan = plan_of(op, features, parameters, layers);
-  STD_TORCH_CHECK(plan.batch() > 0, op, ": expected at least one network");
+Tensor stack_train(std::vector<Tensor> features, std::vector<Tensor> parameters, Tensor targets, Tensor means,
+                   Tensor squares, Tensor steps, std::optional<Tensor> order, int64_t batch_size,
+                   std::vector<int64_t> layers, int64_t loss, double lr, double beta1, double beta2, double eps,
+                   double weight_decay, bool decoupled) {
+  const char* op = "magep_fast::_stack_train";
+  FeatureSizes sizes = sizes_of(op, features);
+  const int64_t networks = sizes.B, count = order ? order->numel() : networks;
+  STD_TORCH_CHECK(count > 0, op, ": expected at least one network");
+  STD_TORCH_CHECK(batch_size > 0, op, ": batch_size must be at least 1; found ", batch_size);
+  sizes.B = std::min(batch_size, count);
+  const Plan& plan = plan_of(op, sizes, parameters, layers);
   const StepCounter counter(op, steps, parameters.size());
   STD_TORCH_CHECK(plan.last().outputs.size() == 1, op, ": the last layer must be an invariant or a dense one");
   STD_TORCH_CHECK(loss == 0 || loss == 1, op, ": loss must be 0 (binary cross entropy) or 1 (squared error); found ",
                   loss);
+  Pointers<const int64_t> rows;
+  if (order) rows = checked<int64_t>({*order}, op, "order", {{count}}, ScalarType::Long);
+  for (int64_t k = 0; order && k < count; ++k)
+    STD_TORCH_CHECK(0 <= rows.data[0][k] && rows.data[0][k] < networks, op, ": order must name networks 0 to ",
+                    networks - 1, "; found ", rows.data[0][k]);
   const ScalarType dtype = features[0].scalar_type();
   return with_type(dtype, op, [&](auto type) {
     using T = decltype(type);
-    const auto x = checked<T>(features, op, "features", plan.features(), dtype);
+    const auto x = checked<T>(features, op, "features", with_rows(plan.inputs(), networks), dtype);
     const auto phi = changeable<T>(parameters, op, "parameters", plan.parameters, dtype);
-    const auto expected = checked<T>({targets}, op, "targets", plan.last().outputs, dtype);
+    const auto expected = checked<T>({targets}, op, "targets", with_rows(plan.last().outputs, networks), dtype);
     const auto m = changeable<T>({means}, op, "means", {{plan.parameter_numbers}}, dtype);
     const auto v = changeable<T>({squares}, op, "squares", {{plan.parameter_numbers}}, dtype);
-    const int64_t count = numbers(plan.last().outputs[0]), outputs = room(plan.last().outputs);
+    const int64_t outputs = room(plan.last().outputs);
     thread_local std::vector<T> memory;
     T *y = at_least(2 * outputs + plan.workspace, memory), *y_bar = y + outputs, *workspace = y_bar + outputs;
     std::vector<Tensor> results;
-    T* value = allocate<T>(results, features[0], {{}}, dtype)[0];
+    T* losses = allocate<T>(results, features[0], {{(count + sizes.B - 1) / sizes.B}}, dtype)[0];
+    auto data = x.data;
+    data.push_back(expected.data[0]);
+    auto shapes = plan.inputs();
+    shapes.push_back(plan.last().outputs[0]);
+    const Batches<T> batches(data, shapes, order ? rows.data[0] : nullptr);
     const Parallel& parallel = torch_threads();
-    forward<T>(plan, x.data, phi.get(), {y}, workspace, parallel);
-    *value = loss_and_gradient(op, static_cast<Loss>(loss), count, y, expected.data[0], y_bar);
-    const std::vector<const T*> known(plan.last().known_outputs().size(), y);
-    update<T>(plan, {y_bar}, x.data, phi.get(), known, workspace, m.data[0], v.data[0],
-              {lr, beta1, beta2, eps, weight_decay, decoupled, counter.next()}, parallel);
-    counter.advance();
+    int64_t taken = 0;
+    for (int64_t first = 0; first < count; first += sizes.B, ++taken) {
+      FeatureSizes now = sizes;
+      now.B = std::min(sizes.B, count - first);
+      const Plan& own = now.B == sizes.B ? plan : plan_of(op, now, parameters, layers);
+      auto inputs = batches.at(first, now.B, parallel);
+      const T* wanted = inputs.back();
+      inputs.pop_back();
+      forward<T>(own, inputs, phi.get(), {y}, workspace, parallel);
+      if (!loss_and_gradient(static_cast<Loss>(loss), numbers(own.last().outputs[0]), y, wanted, losses + taken, y_bar))
+        break;
+      const std::vector<const T*> known(own.last().known_outputs().size(), y);
+      update<T>(own, {y_bar}, inputs, phi.get(), known, workspace, m.data[0], v.data[0],
+                {lr, beta1, beta2, eps, weight_decay, decoupled, counter.next()}, parallel);
+      counter.advance();
+    }
+    if (taken < results[0].size(0)) results[0] = torch::stable::narrow(results[0], 0, 0, taken);
     return results;
   })[0];
 }

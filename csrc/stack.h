@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace magep {
@@ -40,15 +41,18 @@ void stack_update(std::vector<torch::stable::Tensor> grads, std::vector<torch::s
                   torch::stable::Tensor steps, std::vector<int64_t> layers, double lr, double beta1, double beta2,
                   double eps, double weight_decay, bool decoupled);
 
-// Losses that stack_step knows, each the mean over all numbers of the outputs, of which there is one tensor.
+// Losses that stack_train knows, each the mean over all numbers of the outputs, of which there is one tensor.
 enum class Loss : int64_t { binary_cross_entropy, squared_error };
 
-// Forward pass, loss, and all of stack_update, without a tensor in between -> the loss. Nothing is changed unless all
-// arguments are good, nor if outputs are no probabilities where the loss takes them for such.
-torch::stable::Tensor stack_step(std::vector<torch::stable::Tensor> features,
-                                 std::vector<torch::stable::Tensor> parameters, torch::stable::Tensor targets,
-                                 torch::stable::Tensor means, torch::stable::Tensor squares,
-                                 torch::stable::Tensor steps, std::vector<int64_t> layers, int64_t loss, double lr,
-                                 double beta1, double beta2, double eps, double weight_decay, bool decoupled);
+// For one batch after the other the forward pass, the loss, and all of stack_update, without a tensor in between -> the
+// losses of the batches. features and targets: of all networks, which are taken in their order or in the one given,
+// batch_size at a time, fewer at the end. Nothing is changed unless all arguments are good; a batch whose outputs or
+// targets are no probabilities where the loss takes them for such ends the training before it.
+torch::stable::Tensor stack_train(std::vector<torch::stable::Tensor> features,
+                                  std::vector<torch::stable::Tensor> parameters, torch::stable::Tensor targets,
+                                  torch::stable::Tensor means, torch::stable::Tensor squares,
+                                  torch::stable::Tensor steps, std::optional<torch::stable::Tensor> order,
+                                  int64_t batch_size, std::vector<int64_t> layers, int64_t loss, double lr,
+                                  double beta1, double beta2, double eps, double weight_decay, bool decoupled);
 
 }  // namespace magep

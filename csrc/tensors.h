@@ -256,6 +256,10 @@ inline Shape with_sharing(Shape s, const std::vector<Tensor>& matrices) {
 struct FeatureSizes {
   int64_t B, d;
   Sizes n, channels;
+
+  bool operator==(const FeatureSizes& other) const {
+    return B == other.B && d == other.d && n == other.n && channels == other.channels;
+  }
 };
 
 inline FeatureSizes sizes_of_features(const char* op, const std::vector<Tensor>& weights,

@@ -1,11 +1,11 @@
-"""A step of training as one call: forward, loss, backward and optimizer, fused where that can be done."""
+"""Steps of training as one call: forward, loss, backward and optimizer, fused where that can be done."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from magep_fast import ops
-from magep_fast.ops.operations import ALIGNMENT, LOSSES, AdamState, AdamStep
+from magep_fast.ops.operations import ALIGNMENT, LOSSES, AdamState, AdamStep, UpdatingOperation
+from magep_fast.spaces import WeightFeatures
 from magep_fast.stack import AsOne, Stack
 
 _MODULES_OF_ADAM = ("torch.optim.adam", "torch.optim.adamw")
@@ -35,9 +36,9 @@ class TrainingStep:
     If the model is a `Stack` all of whose layers run together on the `cpu` backend, and the optimizer is Adam or AdamW,
     the backward pass and the optimizer are one operator: each layer's parameters are updated as soon as their gradients
     are known, which are still in cache then and never become tensors. `.grad` of the parameters is None afterwards.
-    With `torch.nn.functional.binary_cross_entropy` or `mse_loss` as the loss, all of the step is that one operator. The
-    optimizer's state is kept as torch keeps it, so that `optimizer.state_dict()`, schedulers of the learning rate and
-    ordinary steps in between work as ever.
+    With `torch.nn.functional.binary_cross_entropy` or `mse_loss` as the loss, all of the step is that one operator, and
+    so are the steps on many batches, see `train`. The optimizer's state is kept as torch keeps it, so that
+    `optimizer.state_dict()`, schedulers of the learning rate and ordinary steps in between work as ever.
 
     Steps are taken in the ordinary way where that could be told apart or cannot be done: with hooks on modules,
     parameters or the optimizer, where a `Stack` would run layer by layer, for features or fewer than all parameters
@@ -55,18 +56,52 @@ class TrainingStep:
 
     def __call__(self, features: Any, targets: Any) -> Tensor:
         # Little Python: this runs at every step, when the kernels have left nothing of the interpreter in the caches.
-        if type(self.model) is Stack and isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            value = self._fused(self.model, self.optimizer, features, targets)
+        fused = self._fused(features)
+        if fused is not None:
+            losses = self._train(fused, fused.whole.inputs, targets, None, max(1, features.batch_size))
+            value = losses[0] if len(losses) else self._update(fused, targets)
             if value is not None:
                 return value
+        return self._ordinary(features, targets)
+
+    def train(self, features: WeightFeatures | Tensor, targets: Tensor, order: Tensor, batch_size: int) -> Tensor:
+        """One step after the other on batches of a data set; their losses, [number of batches], detached.
+
+        Where a step would be one operator, all of them are: between two steps no Python runs, and only the networks of
+        a batch are copied. An error, or Ctrl-C, comes when the steps before it are done.
+
+        Args:
+            features, targets: of the whole data set, a row of each tensor for each sample.
+            order: indices of samples, [number of samples]: a batch is `batch_size` of them that follow one another,
+                the last of what is left. `torch.randperm(len(targets))` for an epoch.
+        """
+        losses = []
+        while len(order):
+            index = order[:batch_size]
+            batch, wanted = _rows(features, index), targets.index_select(0, index)
+            fused = self._fused(batch)
+            taken = torch.empty(0)
+            if fused is not None and isinstance(features, WeightFeatures):
+                taken = self._train(fused, features.tensors(), targets, order, batch_size)
+            if not len(taken):
+                value = None if fused is None else self._update(fused, wanted)
+                taken = (self._ordinary(batch, wanted) if value is None else value).reshape(1)
+            losses.append(taken)
+            order = order[len(taken) * batch_size :]
+        return torch.cat(losses) if losses else torch.empty(0, dtype=targets.dtype, device=targets.device)
+
+    def _ordinary(self, features: Any, targets: Any) -> Tensor:
         value = self.loss(self.model(features), targets)
         self.optimizer.zero_grad()
         value.backward()
         self.optimizer.step()
         return value.detach()
 
-    def _fused(self, model: Stack, optimizer: torch.optim.Adam, features: Any, targets: Any) -> Tensor | None:
-        """The loss after a fused step, or None if it is to be an ordinary one."""
+    def _fused(self, features: Any) -> _Fused | None:
+        """How steps on batches like this one are fused, or None if they are to be ordinary ones."""
+        model, optimizer = self.model, self.optimizer
+        if type(model) is not Stack or not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+            return None
         if not torch.is_grad_enabled() or torch.is_anomaly_enabled() or not _is_plain(optimizer):
             return None
         whole = model.as_one(features)
@@ -77,17 +112,42 @@ class TrainingStep:
         step = None if state is None else state.next_step(optimizer.param_groups[0])
         if state is None or step is None:
             return None
-        tensors = (*whole.inputs, *whole.parameters)
+        return _Fused(whole, operation, state.tensors, step)
+
+    def _train(
+        self,
+        fused: _Fused,
+        inputs: tuple[Tensor, ...],
+        targets: Any,
+        order: Tensor | None,
+        batch_size: int,
+    ) -> Tensor:
+        """The losses of the steps that one operator has taken: all, or those before a batch that it does not take."""
         name = _known_loss(self.loss)
-        if name is not None and type(targets) is Tensor and not targets.requires_grad:
-            try:
-                value = ops.stack_step(operation, tensors, targets, name, state.tensors, step)
-            except RuntimeError:  # what is wrong with the targets, or that they are broadcast, torch says below
-                pass
-            else:
-                _clear_gradients(whole)
-                optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether there was a step
-                return value
+        if name is None or type(targets) is not Tensor or targets.requires_grad:
+            return torch.empty(0)
+        try:
+            losses = ops.stack_train(
+                fused.operation,
+                (*inputs, *fused.whole.parameters),
+                targets,
+                order,
+                batch_size,
+                name,
+                fused.state,
+                fused.step,
+            )
+        except RuntimeError:  # what is wrong with the targets, or that they are broadcast, torch says
+            return torch.empty(0)
+        if len(losses):
+            _clear_gradients(fused.whole)
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether there was a step
+        return losses
+
+    def _update(self, fused: _Fused, targets: Any) -> Tensor | None:
+        """The loss after a step of which the backward pass and Adam are one operator, or None if it cannot be one."""
+        whole, operation = fused.whole, fused.operation
+        tensors = (*whole.inputs, *whole.parameters)
         try:
             outputs, kept = ops.stack_forward(operation, tensors)
         except RuntimeError:  # tensors that have changed their dtype or device since: the layers say it better
@@ -101,8 +161,8 @@ class TrainingStep:
         grads = [torch.zeros_like(output) if output.grad is None else output.grad for output in outputs]
         reached = any([output.grad is not None for output in outputs])
         if reached and all([parameter.grad is None for parameter in whole.parameters]):
-            ops.stack_update(operation, grads, tensors, kept, state.tensors, step)
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether there was a step
+            ops.stack_update(operation, grads, tensors, kept, fused.state, fused.step)
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether there was a step
             return value.detach()
         # The loss has used parameters by itself, as a penalty on their size does, or nothing but them.
         if reached:
@@ -110,8 +170,24 @@ class TrainingStep:
                 whole.parameters, ops.stack_backward(operation, grads, tensors, kept), strict=True
             ):
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-        optimizer.step()
+        self.optimizer.step()
         return value.detach()
+
+
+class _Fused(NamedTuple):
+    """What a fused step takes besides features and targets; the inputs of `whole` are those of one batch."""
+
+    whole: AsOne
+    operation: UpdatingOperation
+    state: AdamState
+    step: AdamStep
+
+
+def _rows(features: WeightFeatures | Tensor, index: Tensor) -> WeightFeatures | Tensor:
+    def rows(x: Tensor) -> Tensor:
+        return x.index_select(0, index)
+
+    return features.map(rows) if isinstance(features, WeightFeatures) else rows(features)
 
 
 def _known_loss(loss: object) -> str | None:

@@ -67,7 +67,7 @@ def tiny(monkeypatch):
     work = TinyWork("Tiny: table", SPACE, CnnGeneralization(), 20, 8, 6, nn.functional.binary_cross_entropy, "relu")
     monkeypatch.setattr(tables, "WORKS", {"tiny": work})
     monkeypatch.setattr(tables, "process_peak", lambda *_: 123.0)
-    monkeypatch.setattr(tables.Subject, "take_turn", lambda self: self.seconds.append(self.timed_step()))
+    monkeypatch.setattr(tables.Subject, "take_turn", lambda self: self.seconds.append(self.seconds_per_step(1)))
     monkeypatch.setattr(Rival, "calls", 0)
     return work
 
@@ -185,14 +185,14 @@ def test_no_speed_up_for_wrong_steps(tmp_path, monkeypatch, mode):
     """Outputs and gradients are right, what training makes of them is not."""
 
     class Halved(TrainingStep):
-        def __call__(self, features, targets):
+        def train(self, *arguments):
             before = [p.detach().clone() for p in self.model.parameters()]
-            value = super().__call__(features, targets)
+            losses = super().train(*arguments)
             if self.model[0].backend != "reference":
                 with torch.no_grad():
                     for p, q in zip(self.model.parameters(), before, strict=True):
                         p.lerp_(q, 0.5)
-            return value
+            return losses
 
     assert float(rows_of(tmp_path / "right", mode)[FUSED]["speed_up"]) > 0
     monkeypatch.setattr(training, "TrainingStep", Halved)
@@ -208,7 +208,7 @@ def test_a_form_of_magep_that_fails_at_a_step(tmp_path, monkeypatch, mode):
     def losses(self, steps):
         if self.entry.name == FUSED:
             self.trainer.training_step.loss = None
-        return [self.trainer.step() for _ in range(steps)]
+        return list(self.trainer.run(steps))
 
     monkeypatch.setattr(tables.Subject, "losses", losses)
     rows = rows_of(tmp_path, mode)
@@ -255,7 +255,7 @@ def test_full_run_trains_every_step_and_resumes(tmp_path, monkeypatch):
     with_extra(monkeypatch, Entry("interrupts", partial(Rival, raises=KeyboardInterrupt(), at=3)))
     rows = run(tmp_path, "--full", "--tables", "tiny")
     assert [row["model"] for row in rows] == [REFERENCE]
-    assert rows[0]["repeats"] == "6" and rows[0]["mode"] == "full"
+    assert rows[0]["repeats"] == "1" and rows[0]["steps"] == "6" and rows[0]["mode"] == "full"
     with_extra(monkeypatch)
     rows = run(tmp_path, "--full", "--tables", "tiny", "--resume")
     assert [row["model"] for row in rows] == [REFERENCE, "rival", FUSED]
@@ -272,11 +272,11 @@ def test_unknown_models_are_named(tmp_path):
 def test_a_turn_is_one_slow_step_or_several_fast_ones(monkeypatch):
     monkeypatch.undo()
     subject = object.__new__(tables.Subject)
-    for step, timed in ((1.0, 1), (0.03, 3), (1e-4, 10)):
-        subject.seconds = []
-        subject.timed_step = lambda step=step: step
+    for step, timed in ((1.0, [1]), (0.03, [1, 3]), (1e-4, [1, 10])):
+        subject.seconds, taken = [], []
+        subject.seconds_per_step = lambda steps, step=step, taken=taken: taken.append(steps) or step
         subject.take_turn(lasting=0.1)
-        assert subject.seconds == [step] * timed
+        assert subject.seconds == [step] and taken == timed
 
 
 def test_the_compiled_form_runs(tmp_path, monkeypatch):

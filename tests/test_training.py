@@ -36,8 +36,8 @@ def test_an_epoch_visits_every_network_once_in_another_order_than_the_next():
             return self.weight.sum()
 
     trainer = Trainer(Constant(1, 1), data, lambda output, targets: seen.append(targets) or output, 4)
-    for _ in range(2 * trainer.steps_per_epoch):
-        trainer.step()
+    for steps in (2, 3, 1):
+        assert trainer.run(steps).shape == (steps,)
     epochs = [torch.cat(seen[:3]).tolist(), torch.cat(seen[3:]).tolist()]
     assert [len(x) for x in seen] == [4, 4, 2] * 2
     assert epochs[0] != epochs[1] and all(sorted(epoch) == list(range(10)) for epoch in epochs)
@@ -55,7 +55,7 @@ def test_a_trainer_s_steps_are_fused_where_they_can_be(monkeypatch):
         for fused in together:
             with monkeypatch.context() as patch:
                 patch.setattr(Adam, "steps_like_adam", fused)
-                trainer.step()
+                trainer.run(1)
             has_gradients = [p.grad is not None for p in model.parameters()]
             assert has_gradients == [not fused or missing_library() is not None] * len(has_gradients)
         return [p.detach() for p in model.parameters()]
@@ -73,7 +73,7 @@ def test_magep_learns(activation):
     torch.manual_seed(0)
     model = CnnGeneralization(activation=activation).build(CNN)
     trainer = Trainer(model, data, nn.functional.binary_cross_entropy, 16)
-    losses = [trainer.step().item() for _ in range(12)]
+    losses = trainer.run(12)
     assert losses[-1] < losses[0] - 0.01
 
 

@@ -50,16 +50,17 @@ def updates(monkeypatch):
 
 @pytest.fixture
 def whole_steps(monkeypatch):
-    """A list that grows with every step that is one operator, loss included."""
+    """A list that grows with every call of the operator that takes steps, loss included, by how many it has taken."""
     calls = []
-    original = ops.stack_step
+    original = ops.stack_train
 
     def counted(*arguments):
-        value = original(*arguments)
-        calls.append(arguments)
-        return value
+        losses = original(*arguments)
+        if len(losses):
+            calls.append(len(losses))
+        return losses
 
-    monkeypatch.setattr(ops, "stack_step", counted)
+    monkeypatch.setattr(ops, "stack_train", counted)
     return calls
 
 
@@ -184,6 +185,114 @@ def test_sure_and_wrong_outputs_have_the_loss_and_slope_of_torch(whole_steps):
     assert len(whole_steps) == STEPS
     value = step(*data[0])
     assert value == 100
+
+
+def data_set(networks=11):
+    return random_features(CNN, 1, networks, torch.float64), torch.rand(networks, 2, dtype=torch.float64)
+
+
+def assert_trains_as_steps_do(step, model, optimizer, features, targets, order, batch_size):
+    found = step.train(features, targets, order, batch_size)
+    index = list(order.split(batch_size))
+    expected = [ordinary_step(model, step.loss, optimizer, features[i], targets[i]) for i in index]
+    assert not found.requires_grad
+    assert_same(found, torch.stack(expected), 1e-11)
+    assert_same_training(step, model, optimizer, [])
+
+
+@needs_kernels
+@pytest.mark.parametrize("loss", KNOWN_LOSSES)
+@pytest.mark.parametrize("count", [1, 2])
+def test_many_steps_are_one_operator(loss, count, whole_steps):
+    step, model, optimizer = pair(model_of(), loss=loss)
+    features, targets = data_set()
+    with threads(count):
+        for _ in range(2):  # the last batch of an epoch is smaller
+            assert_trains_as_steps_do(step, model, optimizer, features, targets, torch.randperm(11), 4)
+        assert_trains_as_steps_do(step, model, optimizer, features, targets, torch.tensor([3, 3, 10, 0]), 3)
+        assert_trains_as_steps_do(step, model, optimizer, features, targets, torch.tensor([7, 2]), 64)
+    assert whole_steps == [3, 3, 2, 1]
+    assert all(p.grad is None for p in step.model.parameters())
+    assert {entry["step"].item() for entry in step.optimizer.state.values()} == {9}
+
+
+@needs_kernels
+def test_many_steps_on_features_that_are_not_contiguous(whole_steps):
+    step, model, optimizer = pair(model_of(), loss=nn.functional.mse_loss)
+    features, targets = data_set(22)
+    features = features.map(lambda x: x[::2])
+    targets = targets.t().contiguous().t()[::2]
+    assert_trains_as_steps_do(step, model, optimizer, features, targets, torch.randperm(11), 4)
+    assert whole_steps == [3]
+
+
+@needs_kernels
+def test_batches_in_the_order_in_which_they_lie():
+    """Without an order, the operator reads features where they are."""
+    found = []
+    for order in (None, torch.arange(5)):
+        arguments = arguments_of_train()
+        features = random_features(SPACE, 2, 5, torch.float32)
+        torch.manual_seed(1)
+        targets = torch.rand(5, 2)
+        arguments |= {"features": [torch.linspace(-1, 1, x.numel()).view(x.shape) for x in features.tensors()]}
+        parameters = [torch.linspace(-1, 1, p.numel()).view(p.shape) for p in arguments["parameters"]]
+        arguments |= {"parameters": parameters, "targets": targets, "order": order}
+        found.append([torch.ops.magep_fast._stack_train(**arguments), *parameters])
+    assert found[0][0].shape == (3,)
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+@needs_kernels
+def test_many_steps_with_another_loss(updates, whole_steps):
+    step, model, optimizer = pair(model_of())
+    assert_trains_as_steps_do(step, model, optimizer, *data_set(), torch.randperm(11), 4)
+    assert len(updates) == 3 and not whole_steps
+
+
+@needs_kernels
+@pytest.mark.parametrize("change", ["requires grad", "too many"])
+def test_many_ordinary_steps(change, monkeypatch, updates, whole_steps):
+    step, model, optimizer = pair(model_of(), loss=nn.functional.mse_loss)
+    features, targets = data_set()
+    if change == "requires grad":
+        features.weights[0].requires_grad_()
+    else:
+        monkeypatch.setattr(stack_module, "MOST_NETWORKS", 2)  # the last batch has three
+    assert_trains_as_steps_do(step, model, optimizer, features, targets, torch.randperm(11), 4)
+    assert not updates and not whole_steps
+
+
+@needs_kernels
+@pytest.mark.parametrize("wrong", ["a target", "an index"])
+def test_steps_before_a_bad_batch_are_taken(wrong):
+    step, model, optimizer = pair(model_of(), loss=nn.functional.binary_cross_entropy)
+    features, targets = data_set()
+    order = torch.arange(11)
+    if wrong == "a target":
+        targets[9, 1] = 1.5
+    else:
+        order[9] = 11
+    with pytest.raises((RuntimeError, IndexError), match=r"between 0 and 1|out of range"):
+        step.train(features, targets, order, 4)
+    for index in order[:8].split(4):
+        ordinary_step(model, step.loss, optimizer, features[index], targets[index])
+    assert_same_training(step, model, optimizer, [])
+
+
+def test_no_steps():
+    step, _, _ = pair(model_of())
+    features, targets = data_set()
+    assert step.train(features, targets, torch.arange(0), 4).shape == (0,)
+
+
+def test_many_steps_of_any_model():
+    linear = nn.Linear(3, 2)
+    other = copy.deepcopy(linear)
+    step = TrainingStep(linear, nn.MSELoss(), torch.optim.SGD(linear.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    features, targets = torch.randn(7, 3), torch.randn(7, 2)
+    assert_trains_as_steps_do(step, other, optimizer, features, targets, torch.randperm(7), 3)
 
 
 @needs_kernels
@@ -891,11 +1000,11 @@ def test_the_operator_checks_its_arguments(change, message):
         torch.ops.magep_fast._stack_update(**arguments)
 
 
-def arguments_of_step():
+def arguments_of_train():
     arguments = arguments_of_update()
     for name in ("grads", "outputs", "workspace"):
         del arguments[name]
-    return arguments | {"targets": torch.full((2, 2), 0.25), "loss": 1}
+    return arguments | {"targets": torch.full((2, 2), 0.25), "order": torch.tensor([1, 0]), "batch_size": 2, "loss": 1}
 
 
 @needs_kernels
@@ -910,15 +1019,24 @@ def arguments_of_step():
             lambda x: x.update(squares=torch.zeros(2 * len(x["squares"]))[::2]),
             r"squares\[0\] must be contiguous, as it is changed in place",
         ),
-        (lambda x: x.update(features=[y[:0] for y in x["features"]]), "expected at least one network"),
+        (
+            lambda x: x.update(features=[y[:0] for y in x["features"]], targets=x["targets"][:0], order=None),
+            "expected at least one network",
+        ),
+        (lambda x: x.update(order=torch.empty(0, dtype=torch.int64)), "expected at least one network"),
+        (lambda x: x.update(order=torch.tensor([0, 2])), "order must name networks 0 to 1; found 2"),
+        (lambda x: x.update(order=torch.tensor([-1])), "order must name networks 0 to 1; found -1"),
+        (lambda x: x.update(order=torch.tensor([0.0])), r"order\[0\] .* dtype Long; found .* dtype Float"),
+        (lambda x: x.update(order=torch.tensor([[0]])), r"order\[0\] must be a CPU tensor of shape \[1\]"),
+        (lambda x: x.update(batch_size=0), "batch_size must be at least 1; found 0"),
     ],
 )
 def test_the_operator_of_whole_steps_checks_its_arguments(change, message):
-    arguments = arguments_of_step()
+    arguments = arguments_of_train()
     before = [p.clone() for p in arguments["parameters"]]
     change(arguments)
     with pytest.raises(RuntimeError, match=message):
-        torch.ops.magep_fast._stack_step(**arguments)
+        torch.ops.magep_fast._stack_train(**arguments)
     assert all(torch.equal(p, q) for p, q in zip(arguments["parameters"], before, strict=True))
 
 
@@ -926,10 +1044,10 @@ def test_the_operator_of_whole_steps_checks_its_arguments(change, message):
 def test_whole_steps_need_one_tensor_of_outputs():
     model = Stack(MagepEquivariant(SPACE, 2, 3))
     parameters = [p.detach() for p in model.parameters()]
-    arguments = arguments_of_step() | {"parameters": parameters, "layers": [1, 3, 0]}
+    arguments = arguments_of_train() | {"parameters": parameters, "layers": [1, 3, 0]}
     arguments["steps"] = torch.zeros(len(parameters))
     with pytest.raises(RuntimeError, match="the last layer must be an invariant or a dense one"):
-        torch.ops.magep_fast._stack_step(**arguments)
+        torch.ops.magep_fast._stack_train(**arguments)
 
 
 @needs_kernels

@@ -9,7 +9,7 @@ from magep_fast.ops.chain import chain
 from magep_fast.ops.equivariant import equivariant
 from magep_fast.ops.invariant import invariant
 from magep_fast.ops.library import missing_library
-from magep_fast.ops.stack import stack, stack_backward, stack_forward, stack_step, stack_update, updating
+from magep_fast.ops.stack import stack, stack_backward, stack_forward, stack_train, stack_update, updating
 
 __all__ = [
     "chain",
@@ -18,7 +18,7 @@ __all__ = [
     "stack",
     "stack_backward",
     "stack_forward",
-    "stack_step",
+    "stack_train",
     "stack_update",
     "updating",
 ]

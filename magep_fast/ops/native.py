@@ -289,12 +289,23 @@ class _Stack:
             *step,
         )
 
-    def step(self, tensors: Sequence[Tensor], targets: Tensor, loss: str, state: AdamState, step: AdamStep) -> Tensor:
-        return torch.ops.magep_fast._stack_step.default(
+    def train(
+        self,
+        tensors: Sequence[Tensor],
+        targets: Tensor,
+        order: Tensor | None,
+        batch_size: int,
+        loss: str,
+        state: AdamState,
+        step: AdamStep,
+    ) -> Tensor:
+        return torch.ops.magep_fast._stack_train.default(
             list(tensors[: self.inputs]),
             list(tensors[self.inputs :]),
             targets,
             *state,
+            order,
+            batch_size,
             self.codes,
             LOSSES.index(loss),
             *step,

@@ -129,9 +129,22 @@ class UpdatingOperation(Operation, Protocol):
     ) -> None:
         """Changes the parameters among `tensors`, and the state, in place."""
 
-    def step(self, tensors: Sequence[Tensor], targets: Tensor, loss: str, state: AdamState, step: AdamStep) -> Tensor:
-        """The forward pass, one of the `LOSSES` and `update`; the loss. A RuntimeError, and nothing is changed, unless
-        the targets are of the shape and dtype of the only tensor of outputs."""
+    def train(
+        self,
+        tensors: Sequence[Tensor],
+        targets: Tensor,
+        order: Tensor | None,
+        batch_size: int,
+        loss: str,
+        state: AdamState,
+        step: AdamStep,
+    ) -> Tensor:
+        """The forward pass, one of the `LOSSES` and `update`, for one batch of networks after the other; the losses.
+
+        Features among `tensors`, and the targets, are those of all networks. They are taken `batch_size` at a time,
+        fewer at the end, in the `order` given or without one as they lie. A RuntimeError, and nothing is changed,
+        unless the targets are of the shape and dtype of the only tensor of outputs; a batch for which the loss is not
+        defined ends the training before it."""
 
 
 LOSSES = ("binary_cross_entropy", "mse_loss")

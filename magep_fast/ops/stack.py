@@ -59,19 +59,22 @@ def stack_update(
     _count_changes(operation, tensors, state)
 
 
-def stack_step(
+def stack_train(
     operation: UpdatingOperation,
     tensors: Sequence[Tensor],
     targets: Tensor,
+    order: Tensor | None,
+    batch_size: int,
     loss: str,
     state: AdamState,
     step: AdamStep,
 ) -> Tensor:
-    """The loss before a step of Adam, see `UpdatingOperation.step`."""
+    """The losses of batches before a step of Adam on each, see `UpdatingOperation.train`."""
     with torch._C._AutoDispatchBelowAutograd():
-        value = operation.step(tensors, targets, loss, state, step)
-    _count_changes(operation, tensors, state)
-    return value
+        losses = operation.train(tensors, targets, order, batch_size, loss, state, step)
+    if len(losses):
+        _count_changes(operation, tensors, state)
+    return losses
 
 
 def _count_changes(operation: Operation, tensors: Sequence[Tensor], state: AdamState) -> None:
