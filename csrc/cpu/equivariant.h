@@ -63,7 +63,7 @@ struct EquivariantCall {
       middle =
           std::max(middle, (6 * s.d + s.e + 16) * tile.ld() + s.d * s.rank() * wide + 3 * s.d * s.e + kTransposedBlock);
       const int64_t ld = single_output_rows(i) * s.n[i - 1] + 16;
-      middle = std::max(middle, (4 * s.n[i] + s.n[i - 1]) * s.d + 5 * s.d * s.e + (3 * s.d + 2 * s.e) * ld +
+      middle = std::max(middle, (4 * s.n[i] + s.n[i - 1]) * s.d + (3 * s.d + 16) * s.e + (3 * s.d + 2 * s.e) * ld +
                                     2 * kMaxRows * single_output_rows(i) * s.d + 256);
     }
     middle += (2 * s.d + 1) * s.rank() * wide + n_0 * n_L + 64;  // the left factor P Psi and its gradient
@@ -262,6 +262,9 @@ struct EquivariantCall {
 
   const Section& right_factor(int64_t i) const { return s().through_output() ? x.at.S[i - 1] : x.at.R[i]; }
 
+  // How many channels before their turn the rows of a tile are asked for.
+  static constexpr int64_t kRowsAhead = 2;
+
   template <typename Body>
   void for_tiles(int64_t i, const Tile& tile, Body&& body) const {
     const int64_t n = s().n[i], m = s().n[i - 1];
@@ -277,6 +280,7 @@ struct EquivariantCall {
     const int64_t n = s().n[i], m = s().n[i - 1];
     for (int64_t channel = 0; channel < channels; ++channel) {
       const From at = from + ((channel * n + j) * m + k);
+      if (channel + kRowsAhead < channels) fetch(at + kRowsAhead * n * m, columns == m ? rows * columns : columns);
       if (columns == m)
         load_row(at, rows * columns, to + channel * ld);
       else
@@ -321,7 +325,7 @@ struct EquivariantCall {
       for (int64_t channel = 0; channel < channels; ++channel)
         for (int64_t r = 0; r < pieces; ++r) {
           const int64_t offset = channel * n * m + r * m;
-          (out + offset).activate(at + offset, length);
+          Destination<S, T>{out.value + offset, nullptr, out.f}.store(at + offset, length);
         }
     } else {
       gemm<T>(channels, rows * columns, inner, matrix, tile, ld, space, ld, false);
@@ -414,6 +418,19 @@ struct EquivariantCall {
   // Rows j that meet Phi_1 together.
   int64_t single_output_rows(int64_t i) const { return std::min(s().n[i], std::max<int64_t>(1, 128 / s().n[i - 1])); }
 
+  // mixed = Phi_2 u_j + Phi_3 v_j, [e][d].
+  void mix(const T* phi, const T* u, const T* v, T* mixed, int64_t ld) const {
+    const int64_t d = s().d;
+    for (int64_t e = 0; e < s().e; ++e)
+      for_lanes<T>(d, [&](int64_t k, auto count) {
+        const T* row = phi + e * 3 * d + k;
+        store_lanes(mixed + e * ld + k,
+                    load_lanes(row + d, count) * load_lanes(u + k, count) +
+                        load_lanes(row + 2 * d, count) * load_lanes(v + k, count),
+                    count);
+      });
+  }
+
   void single_output_forward(int64_t net, int64_t i, const T* saved, Destination<S, T> W_out,
                              Scratch<T> scratch) const {
     const Shape& s = x.s;
@@ -426,23 +443,30 @@ struct EquivariantCall {
     T* data = scratch.take(d * ld);
     T* product = scratch.take(s.e * ld);
     left_factors(i, saved, u, v, scratch);
+    const bool large = s.B * s.e * n * m * static_cast<int64_t>(sizeof(T)) >= kStreamedBytes;
     for (int64_t first = 0; first < n; first += step) {
       const int64_t rows = std::min(step, n - first);
       load_tile(x.weight(i, net, 0), d, i, first, 0, rows, m, data, ld);
       gemm<T>(s.e, rows * m, d, {phi, 3 * d, 1}, data, ld, product, ld, false);
       for (int64_t j = first; j < first + rows; ++j) {
-        for (int64_t e = 0; e < s.e; ++e)
-          for_lanes<T>(d, [&](int64_t k, auto count) {
-            const T* row = phi + e * 3 * d + k;
-            store_lanes(mixed + e * d + k,
-                        load_lanes(row + d, count) * load_lanes(u + j * d + k, count) +
-                            load_lanes(row + 2 * d, count) * load_lanes(v + j * d + k, count),
-                        count);
-          });
+        mix(phi, u + j * d, v + j * d, mixed, d);
         gemm<T>(s.e, m, d, {mixed, d, 1}, saved + S_t.offset, S_t.ld, product + (j - first) * m, ld, true);
       }
-      for (int64_t e = 0; e < s.e; ++e) (W_out + ((net * s.e + e) * n + first) * m).store(product + e * ld, rows * m);
+      for (int64_t e = 0; e < s.e; ++e)
+        store(W_out + ((net * s.e + e) * n + first) * m, product + e * ld, rows * m, large);
     }
+    if (large) finish_streams();
+  }
+
+  // `from` is overwritten.
+  static void store(Destination<S, T> to, T* from, int64_t count, bool large) {
+    if constexpr (std::is_same_v<S, T>)
+      if (large) {
+        if (to.before) stream_row(from, count, to.before);
+        Destination<T, T>{from, nullptr, to.f}.store(from, count);
+        return stream_row(from, count, to.value);
+      }
+    to.store(from, count);
   }
 
   // For a few rows e of Phi and a few rows j: the gradient of Phi_2 u_j + Phi_3 v_j, [j][e][d], and from it those of
@@ -485,7 +509,6 @@ struct EquivariantCall {
   // matrix_bar is accumulated as it is stored, [e][3 d].
   void single_output_backward(int64_t net, int64_t i, Incoming<S, T> out_bar, const T* saved, T* grad, S* W_bar,
                               T* matrix_bar, T* psi_bar, Scratch<T> scratch) const {
-    using Vec = typename Simd<T>::Vec;
     const Shape& s = x.s;
     const int64_t d = s.d, n = s.n[i], m = s.n[i - 1], E = s.e, step = single_output_rows(i), ld = step * m + 16;
     const Section &S_t = x.at.S[i - 1], &a = x.at.A[i];
@@ -494,8 +517,9 @@ struct EquivariantCall {
     T* v = scratch.take(n * d);
     T* u_bar = scratch.take(n * d);
     T* v_bar = scratch.take(n * d);
-    T* phi_transposed = scratch.take(3 * d * E);
-    T* mixed = scratch.take(d * E);  // (Phi_2 u_j + Phi_3 v_j)^T
+    T* phi_transposed = scratch.take(d * E);
+    const int64_t ld_mixed = d + 16;  // read transposed: a column should not fall into few cache sets
+    T* mixed = scratch.take(E * ld_mixed);
     constexpr int64_t kBlock = 2 * kMaxRows;
     T* mixed_bar = scratch.take(step * kBlock * d);
     T* data = scratch.take(d * ld);
@@ -507,7 +531,7 @@ struct EquivariantCall {
     left_factors(i, saved, u, v, scratch);
     std::fill(u_bar, u_bar + n * d, T(0));
     std::fill(v_bar, v_bar + n * d, T(0));
-    transpose<T>(E, 3 * d, phi, 3 * d, phi_transposed, E);
+    transpose<T>(E, d, phi, 3 * d, phi_transposed, E);
     transpose<T>(d, m, saved + S_t.offset, S_t.ld, S_transposed, d);
     for (int64_t first = 0; first < n; first += step) {
       const int64_t rows = std::min(step, n - first);
@@ -518,15 +542,8 @@ struct EquivariantCall {
       multiply_to(d, E, {phi_transposed, E, 1}, bar, ld, W_bar_net, i, first, 0, rows, m, space);
       for (int64_t j = first; j < first + rows; ++j) {
         const T* bar_j = bar + (j - first) * m;
-        for (int64_t channel = 0; channel < d; ++channel) {
-          const T *second = phi_transposed + (d + channel) * E, *third = phi_transposed + (2 * d + channel) * E;
-          const Vec by_u = Simd<T>::broadcast(u[j * d + channel]), by_v = Simd<T>::broadcast(v[j * d + channel]);
-          for_lanes<T>(E, [&](int64_t k, auto count) {
-            store_lanes(mixed + channel * E + k,
-                        by_u * load_lanes(second + k, count) + by_v * load_lanes(third + k, count), count);
-          });
-        }
-        gemm<T>(d, m, E, {mixed, E, 1}, bar_j, ld, grad + S_t.offset, S_t.ld, true);
+        mix(phi, u + j * d, v + j * d, mixed, ld_mixed);
+        gemm<T>(d, m, E, {mixed, 1, ld_mixed}, bar_j, ld, grad + S_t.offset, S_t.ld, true);
       }
       for (int64_t e = 0; e < E; e += kBlock)
         mixed_backward(std::min(kBlock, E - e), rows, m, {bar + e * ld, ld, 1}, S_transposed, phi + e * 3 * d,
