@@ -279,6 +279,25 @@ def test_large_gradients_of_invariant_layers(width, dtype):
         assert (a - b).norm() <= tolerance * b.norm()
 
 
+@pytest.mark.parametrize("width", [128, 129])
+@pytest.mark.parametrize("activation", ["sin", "relu", None])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_large_outputs_of_equivariant_layers(width, activation, dtype):
+    """With one output, those of more than 8 MiB are written around the caches too."""
+    layer = MagepEquivariant(WeightSpace((2, width, width, 1)), 2, 48, activation=activation, dtype=dtype)
+    features = random_features(layer.table.space, 2, 3).to(dtype).map(lambda x: x.requires_grad_())
+    found, expected = [], []
+    with threads(2):
+        for backend, results in (("cpu", found), ("torch", expected)):
+            with use_backend(backend):
+                outputs = layer(features).tensors()
+                loss = sum(y.square().sum() for y in outputs)
+                results += [*outputs, *torch.autograd.grad(loss, features.tensors())]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= tolerance * b.norm()
+
+
 @every_layer
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 @pytest.mark.parametrize("widths", [(3, 9, 8, 2), (3, 9, 8, 1), (2, 5, 3)])
