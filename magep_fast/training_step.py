@@ -58,7 +58,7 @@ class TrainingStep:
         # Little Python: this runs at every step, when the kernels have left nothing of the interpreter in the caches.
         fused = self._fused(features)
         if fused is not None:
-            losses = self._train(fused, fused.whole.inputs, targets, None, max(1, features.batch_size))
+            losses = self._train(fused, fused.whole.inputs, targets, None, features.batch_size)
             value = losses[0] if len(losses) else self._update(fused, targets)
             if value is not None:
                 return value
