@@ -74,7 +74,7 @@ sanitize-python: $(STAMP)
 	$(call PACKAGE,$(SANITIZED)); cp -r tests benchmarks pyproject.toml $(SANITIZED)/package
 	cd $(SANITIZED)/package; OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
-	  $(CURDIR)/$(BIN)/python -m pytest tests/test_fuzz.py tests/test_stack.py tests/test_native.py \
+	  $(CURDIR)/$(BIN)/python -m pytest tests/test_fuzz.py tests/test_stack.py tests/test_native.py tests/test_training_step.py \
 	  -k "not TestOperators and not operators_with and not compiled and not exported"
 
 # The C++ tests under valgrind, which knows AVX2 but not AVX-512, nor the threads that stand in for a GPU's.

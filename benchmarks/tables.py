@@ -349,7 +349,7 @@ def found_in(subject: Subject, peak: float | str | None) -> Row:
     """What is known of a subject after its steps were timed. One that does not train has no time worth reporting."""
     loss = subject.trainer.run(1).item()
     if not math.isfinite(loss):
-        raise ArithmeticError(f"the loss is {loss} after {len(subject.seconds)} timed steps")
+        raise ArithmeticError(f"the loss is {loss} after {len(subject.seconds)} timed turns")
     measured = timing(subject.seconds)
     return {
         "repeats": len(subject.seconds),

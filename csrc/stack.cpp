@@ -523,9 +523,9 @@ Tensor stack_train(std::vector<Tensor> features, std::vector<Tensor> parameters,
   const ScalarType dtype = features[0].scalar_type();
   return with_type(dtype, op, [&](auto type) {
     using T = decltype(type);
-    const auto x = checked<T>(features, op, "features", with_rows(plan.inputs(), networks), dtype);
     const auto phi = changeable<T>(parameters, op, "parameters", plan.parameters, dtype);
     const auto expected = checked<T>({targets}, op, "targets", with_rows(plan.last().outputs, networks), dtype);
+    const auto x = checked<T>(features, op, "features", with_rows(plan.inputs(), networks), dtype);
     const auto m = changeable<T>({means}, op, "means", {{plan.parameter_numbers}}, dtype);
     const auto v = changeable<T>({squares}, op, "squares", {{plan.parameter_numbers}}, dtype);
     const int64_t outputs = room(plan.last().outputs);
@@ -540,6 +540,7 @@ Tensor stack_train(std::vector<Tensor> features, std::vector<Tensor> parameters,
     const Batches<T> batches(data, shapes, order ? rows.data[0] : nullptr);
     const Parallel& parallel = torch_threads();
     int64_t taken = 0;
+    // `plan` is good until the last batch, which may need another one in its place.
     for (int64_t first = 0; first < count; first += sizes.B, ++taken) {
       FeatureSizes now = sizes;
       now.B = std::min(sizes.B, count - first);

@@ -67,28 +67,36 @@ class TrainingStep:
     def train(self, features: WeightFeatures | Tensor, targets: Tensor, order: Tensor, batch_size: int) -> Tensor:
         """One step after the other on batches of a data set; their losses, [number of batches], detached.
 
-        Where a step would be one operator, all of them are: between two steps no Python runs, and only the networks of
-        a batch are copied. An error, or Ctrl-C, comes when the steps before it are done.
+        Where a step would be one operator, all of them are: between two steps no Python runs, and of contiguous
+        features only the networks of a batch are copied. Steps before a batch that is an error are taken. Python sees
+        Ctrl-C when the operator returns, so give it as many steps at a time as you would wait for.
 
         Args:
             features, targets: of the whole data set, a row of each tensor for each sample.
             order: indices of samples, [number of samples]: a batch is `batch_size` of them that follow one another,
                 the last of what is left. `torch.randperm(len(targets))` for an epoch.
+            batch_size: at least 1.
         """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1; found {batch_size}")
+        if order.dtype == torch.int32:
+            order = order.long()
         losses = []
+        together = True
         while len(order):
             index = order[:batch_size]
             batch, wanted = _rows(features, index), targets.index_select(0, index)
             fused = self._fused(batch)
             taken = torch.empty(0)
-            if fused is not None and isinstance(features, WeightFeatures):
+            if fused is not None and together and isinstance(features, WeightFeatures):
                 taken = self._train(fused, features.tensors(), targets, order, batch_size)
+                together = len(taken) > 0  # what is refused once is not asked for again
             if not len(taken):
                 value = None if fused is None else self._update(fused, wanted)
                 taken = (self._ordinary(batch, wanted) if value is None else value).reshape(1)
             losses.append(taken)
             order = order[len(taken) * batch_size :]
-        return torch.cat(losses) if losses else torch.empty(0, dtype=targets.dtype, device=targets.device)
+        return torch.cat(losses) if losses else torch.empty(0, dtype=features.dtype, device=features.device)
 
     def _ordinary(self, features: Any, targets: Any) -> Tensor:
         value = self.loss(self.model(features), targets)

@@ -292,7 +292,8 @@ def test_large_outputs_of_equivariant_layers(width, activation, dtype):
             with use_backend(backend):
                 outputs = layer(features).tensors()
                 loss = sum(y.square().sum() for y in outputs)
-                results += [*outputs, *torch.autograd.grad(loss, features.tensors())]
+                inputs = [*features.tensors(), *layer.parameters()]
+                results += [*outputs, *torch.autograd.grad(loss, inputs)]
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     for a, b in zip(found, expected, strict=True):
         assert (a - b).norm() <= tolerance * b.norm()

@@ -24,6 +24,7 @@ from magep_fast import (
 )
 from magep_fast import stack as stack_module
 from magep_fast.models import mlp
+from magep_fast.ops import native
 from magep_fast.ops.library import missing_library
 from tests.helpers import assert_same, random_features, threads
 
@@ -222,8 +223,37 @@ def test_many_steps_on_features_that_are_not_contiguous(whole_steps):
     features, targets = data_set(22)
     features = features.map(lambda x: x[::2])
     targets = targets.t().contiguous().t()[::2]
-    assert_trains_as_steps_do(step, model, optimizer, features, targets, torch.randperm(11), 4)
+    assert_trains_as_steps_do(step, model, optimizer, features, targets, torch.randperm(11).int(), 4)
     assert whole_steps == [3]
+
+
+@needs_kernels
+def test_what_the_operator_refuses_it_is_not_asked_again(monkeypatch, updates, whole_steps):
+    step, model, optimizer = pair(model_of(), loss=nn.functional.mse_loss)
+    features, targets = data_set()
+    calls = []
+    original = ops.stack_train
+    monkeypatch.setattr(ops, "stack_train", lambda *arguments: calls.append(1) or original(*arguments))
+    assert_trains_as_steps_do(step, model, optimizer, features, targets.float(), torch.randperm(11), 4)
+    assert len(calls) == 1 and len(updates) == 3 and not whole_steps
+
+
+@needs_kernels
+def test_no_memory_for_steps(monkeypatch):
+    """Some may have been taken, which graphs from before must notice."""
+    step, _, _ = pair(model_of(), loss=nn.functional.mse_loss)
+    features, targets = data_set()
+    step.train(features, targets, torch.arange(11), 4)
+    parameter = next(step.model.parameters())
+    version = parameter._version
+
+    def fails(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(native._Stack, "train", fails)
+    with pytest.raises(MemoryError):
+        step.train(features, targets, torch.arange(11), 4)
+    assert parameter._version > version
 
 
 @needs_kernels
@@ -283,7 +313,15 @@ def test_steps_before_a_bad_batch_are_taken(wrong):
 def test_no_steps():
     step, _, _ = pair(model_of())
     features, targets = data_set()
-    assert step.train(features, targets, torch.arange(0), 4).shape == (0,)
+    found = step.train(features, targets.long(), torch.arange(0), 4)
+    assert found.shape == (0,) and found.dtype == torch.float64
+
+
+@pytest.mark.parametrize("batch_size", [0, -2])
+def test_batches_of_nothing(batch_size):
+    step, _, _ = pair(model_of())
+    with pytest.raises(ValueError, match=f"batch_size must be at least 1; found {batch_size}"):
+        step.train(*data_set(), torch.arange(11), batch_size)
 
 
 def test_many_steps_of_any_model():

@@ -262,7 +262,7 @@ struct EquivariantCall {
 
   const Section& right_factor(int64_t i) const { return s().through_output() ? x.at.S[i - 1] : x.at.R[i]; }
 
-  // How many channels before their turn the rows of a tile are asked for.
+  // How many channels before its turn a row of a tile is asked for.
   static constexpr int64_t kRowsAhead = 2;
 
   template <typename Body>
@@ -443,7 +443,7 @@ struct EquivariantCall {
     T* data = scratch.take(d * ld);
     T* product = scratch.take(s.e * ld);
     left_factors(i, saved, u, v, scratch);
-    const bool large = s.B * s.e * n * m * static_cast<int64_t>(sizeof(T)) >= kStreamedBytes;
+    const bool large = s.B * s.e * n * m * static_cast<int64_t>(sizeof(S)) >= kStreamedBytes;
     for (int64_t first = 0; first < n; first += step) {
       const int64_t rows = std::min(step, n - first);
       load_tile(x.weight(i, net, 0), d, i, first, 0, rows, m, data, ld);
@@ -463,7 +463,7 @@ struct EquivariantCall {
     if constexpr (std::is_same_v<S, T>)
       if (large) {
         if (to.before) stream_row(from, count, to.before);
-        Destination<T, T>{from, nullptr, to.f}.store(from, count);
+        if (to.f != Activation::none) Destination<T, T>{from, nullptr, to.f}.store(from, count);
         return stream_row(from, count, to.value);
       }
     to.store(from, count);

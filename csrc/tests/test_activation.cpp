@@ -54,6 +54,21 @@ void test_functions() {
     CHECK(value(Activation::relu, x) == (x > 0 ? x : T(0)), "relu(%g)", double(x));
     CHECK(slope(Activation::relu, x) == (x > 0 ? T(1) : T(0)), "relu'(%g)", double(x));
   });
+  // One number of a vector beyond the range, in each place.
+  constexpr int kCount = Simd<T>::kWidth;
+  for (T far : {T(1e7), std::numeric_limits<T>::infinity(), std::numeric_limits<T>::quiet_NaN()})
+    for (int place = 0; place < kCount; ++place) {
+      T x[kCount], y[kCount], y_bar[kCount], ones[kCount];
+      for (int k = 0; k < kCount; ++k) x[k] = k == place ? far : T(k) - 3, ones[k] = 1;
+      Destination<T, T>{y, nullptr, Activation::sin}.store(x, kCount);
+      load_row(Incoming<T, T>{ones, x, Activation::sin}, kCount, y_bar);
+      for (int k = 0; k < kCount; ++k) {
+        const double sine = std::sin(static_cast<double>(x[k])), cosine = std::cos(static_cast<double>(x[k]));
+        CHECK(std::isnan(sine) ? std::isnan(y[k]) : error_in_ulp<T>(y[k], sine, 0.25) <= 3, "sin in place %d", k);
+        CHECK(std::isnan(cosine) ? std::isnan(y_bar[k]) : error_in_ulp<T>(y_bar[k], cosine, 0.25) <= 3,
+              "cos in place %d", k);
+      }
+    }
   const T infinity = std::numeric_limits<T>::infinity(), nan = std::numeric_limits<T>::quiet_NaN();
   for (Activation f : {Activation::none, Activation::relu, Activation::tanh, Activation::sin})
     CHECK(std::isnan(value(f, nan)), "activation %d of NaN", int(f));

@@ -70,8 +70,12 @@ def stack_train(
     step: AdamStep,
 ) -> Tensor:
     """The losses of batches before a step of Adam on each, see `UpdatingOperation.train`."""
-    with torch._C._AutoDispatchBelowAutograd():
-        losses = operation.train(tensors, targets, order, batch_size, loss, state, step)
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            losses = operation.train(tensors, targets, order, batch_size, loss, state, step)
+    except MemoryError:  # after some of the steps, perhaps
+        _count_changes(operation, tensors, state)
+        raise
     if len(losses):
         _count_changes(operation, tensors, state)
     return losses
