@@ -524,6 +524,8 @@ def main(arguments: argparse.Namespace) -> None:
             resume(run)
         try:
             for table in tables:
+                if not console.is_terminal:  # where no bar is drawn
+                    console.print(f"{table}: {', '.join(entry.name for entry in run.wanted(table))}")
                 (run_full if arguments.full else run_quick)(run, table)
         except KeyboardInterrupt:
             console.print("interrupted: the finished rows follow; --resume measures the others")

@@ -68,19 +68,21 @@ class TrainingStep:
         """One step after the other on batches of a data set; their losses, [number of batches], detached.
 
         Where a step would be one operator, all of them are: between two steps no Python runs, and of contiguous
-        features only the networks of a batch are copied. Steps before a batch that is an error are taken. Python sees
-        Ctrl-C when the operator returns, so give it as many steps at a time as you would wait for.
+        features only the networks of a batch are copied. Steps before a batch for which the loss is an error are taken.
+        Python sees Ctrl-C when the operator returns, so give it as many steps at a time as you would wait for.
 
         Args:
             features, targets: of the whole data set, a row of each tensor for each sample.
-            order: indices of samples, [number of samples]: a batch is `batch_size` of them that follow one another,
-                the last of what is left. `torch.randperm(len(targets))` for an epoch.
+            order: indices of samples, a tensor of one dimension: a batch is `batch_size` of them that follow one
+                another, the last of what is left. `torch.randperm(len(targets))` for an epoch.
             batch_size: at least 1.
         """
+        samples = features.batch_size if isinstance(features, WeightFeatures) else len(features)
+        order = _checked_order(order, samples)
+        if len(targets) != samples:
+            raise ValueError(f"expected targets for each of the {samples} samples; found {len(targets)}")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1; found {batch_size}")
-        if order.dtype == torch.int32:
-            order = order.long()
         losses = []
         together = True
         while len(order):
@@ -189,6 +191,18 @@ class _Fused(NamedTuple):
     operation: UpdatingOperation
     state: AdamState
     step: AdamStep
+
+
+def _checked_order(order: Tensor, samples: int) -> Tensor:
+    """As int64. An error unless it names samples."""
+    if not isinstance(order, Tensor) or order.dtype not in (torch.int32, torch.int64) or order.dim() != 1:
+        found = f"{order.dtype} of shape {list(order.shape)}" if isinstance(order, Tensor) else type(order).__name__
+        raise TypeError(f"order must be a tensor of indices of one dimension, int64; found {found}")
+    if len(order):
+        low, high = (x.item() for x in order.aminmax())
+        if low < 0 or high >= samples:
+            raise IndexError(f"order must name samples 0 to {samples - 1}; found {low if low < 0 else high}")
+    return order.long()
 
 
 def _rows(features: WeightFeatures | Tensor, index: Tensor) -> WeightFeatures | Tensor:

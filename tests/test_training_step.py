@@ -294,18 +294,14 @@ def test_many_ordinary_steps(change, monkeypatch, updates, whole_steps):
 
 
 @needs_kernels
-@pytest.mark.parametrize("wrong", ["a target", "an index"])
-def test_steps_before_a_bad_batch_are_taken(wrong):
+def test_steps_before_a_bad_batch_are_taken(whole_steps):
     step, model, optimizer = pair(model_of(), loss=nn.functional.binary_cross_entropy)
     features, targets = data_set()
-    order = torch.arange(11)
-    if wrong == "a target":
-        targets[9, 1] = 1.5
-    else:
-        order[9] = 11
-    with pytest.raises((RuntimeError, IndexError), match=r"between 0 and 1|out of range"):
-        step.train(features, targets, order, 4)
-    for index in order[:8].split(4):
+    targets[9, 1] = 1.5
+    with pytest.raises(RuntimeError, match="between 0 and 1"):
+        step.train(features, targets, torch.arange(11), 4)
+    assert whole_steps == [2]
+    for index in torch.arange(8).split(4):
         ordinary_step(model, step.loss, optimizer, features[index], targets[index])
     assert_same_training(step, model, optimizer, [])
 
@@ -317,11 +313,26 @@ def test_no_steps():
     assert found.shape == (0,) and found.dtype == torch.float64
 
 
-@pytest.mark.parametrize("batch_size", [0, -2])
-def test_batches_of_nothing(batch_size):
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1; found 0"),
+        ({"batch_size": -2}, ValueError, "batch_size must be at least 1; found -2"),
+        ({"targets": torch.rand(12, 2)}, ValueError, "expected targets for each of the 11 samples; found 12"),
+        ({"order": [0, 1]}, TypeError, "order must be a tensor of indices of one dimension, int64; found list"),
+        ({"order": torch.ones(3)}, TypeError, r"found torch\.float32 of shape \[3\]"),
+        ({"order": torch.arange(4).view(2, 2)}, TypeError, r"found torch\.int64 of shape \[2, 2\]"),
+        ({"order": torch.tensor([3, 11])}, IndexError, "order must name samples 0 to 10; found 11"),
+        ({"order": torch.tensor([3, -1])}, IndexError, "order must name samples 0 to 10; found -1"),
+    ],
+)
+def test_arguments_of_many_steps(change, error, message):
     step, _, _ = pair(model_of())
-    with pytest.raises(ValueError, match=f"batch_size must be at least 1; found {batch_size}"):
-        step.train(*data_set(), torch.arange(11), batch_size)
+    before = [p.detach().clone() for p in step.model.parameters()]
+    features, targets = data_set()
+    with pytest.raises(error, match=message):
+        step.train(**{"features": features, "targets": targets, "order": torch.arange(11), "batch_size": 4, **change})
+    assert all(torch.equal(p, q) for p, q in zip(step.model.parameters(), before, strict=True))
 
 
 def test_many_steps_of_any_model():
